@@ -1,0 +1,377 @@
+"""What config.json says: a speculator's (format of the speculators library, versions 0.1 to 0.9) and its target's.
+
+The only place that sees raw JSON. Every field we use is read, typed and bounded here; whatever would change the maths
+and is not implemented is refused here by name. Standard library only, so that a wrong file is answered before torch is
+imported. An aux layer id i always means: the residual stream *entering* layer i; i = number of layers: leaving the last
+one, un-normed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ALGORITHMS = ("eagle3",)
+TARGETS = ("llama", "mistral", "qwen2", "qwen3")  # model_type of a target's config.json
+DRAFT_LAYERS = ("llama", "qwen3")  # model_type of a speculator's transformer_layer_config
+MAX_SPECULATIVE_TOKENS = 64  # a round is unrolled: more only costs compile time
+DEFAULT_SPECULATIVE_TOKENS = 3
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Booleans that speculators writes and that do not change the forward pass.
+HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init", "tie_word_embeddings", "use_cache", "return_dict")
+
+
+class ConfigError(Exception):
+    """Something the user can fix: `<file or option>: <field or tensor>: <what is wrong>; <what to do>`, on one line."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding, as written in `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4)."""
+
+    theta: float
+    kind: str = "default"  # default | linear | llama3 | yarn
+    factor: float = 1.0
+    original_context: int = 0  # llama3, yarn: the context before scaling, in tokens
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: None = 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A llama-shaped decoder: a whole target, or the draft's own layers."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    norm_eps: float
+    rope: Rope
+    context: int  # max_position_embeddings, in tokens
+    windows: tuple[int | None, ...]  # per layer: a query sees this many keys, itself included; None = all
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    tied: bool  # the head is the embedding, if the checkpoint holds no head of its own
+    dtype: str | None  # as the checkpoint names it, e.g. "bfloat16"
+
+
+@dataclass(frozen=True)
+class SpeculatorConfig:
+    """A draft, its proposal length and the target it was trained on."""
+
+    folder: Path
+    algorithm: str
+    target: str | None  # verifier.name_or_path as written
+    speculative_tokens: int  # K, tokens drafted a round
+    draft_vocab_size: int
+    target_hidden_size: int
+    target_vocab_size: int
+    aux_layer_ids: tuple[int, ...] | None  # None: the default, which needs the target's number of layers
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    layer: DecoderConfig
+    chosen: tuple[str, ...]  # for people: each choice and where it comes from
+    notices: tuple[str, ...]  # for people: what was assumed
+
+
+@dataclass
+class Fields:
+    """Typed reading of one JSON object; every complaint names file and field."""
+
+    path: Path
+    raw: dict
+    prefix: str = ""
+
+    def error(self, key: str, wrong: str, fix: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {self.prefix}{key}: {wrong}; {fix}")
+
+    def get(self, key: str, kind: type, default=None, least: float | None = None):
+        """The value of `key`, or `default` where it is absent or null; a default of `...` makes the field required."""
+        value = self.raw.get(key)
+        if value is None:
+            if default is ...:
+                raise self.error(key, "missing", "is this a complete config.json of a supported kind?")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self.error(key, f"expected {kind.__name__}, found {json.dumps(value)[:60]}", "correct the file")
+        if least is not None and not least <= value < float("inf"):
+            raise self.error(key, f"{value} is out of range", f"it must be at least {least}")
+        return value
+
+    def sub(self, key: str, default=None) -> Fields:
+        return Fields(self.path, self.get(key, dict, default), f"{self.prefix}{key}.")
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; ConfigError where there is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: not found; give the folder or Hub repo of a checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON ({error}); download it again") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}; download it again")
+    return raw
+
+
+def read_rope(fields: Fields, notices: list[str]) -> Rope:
+    """Both spellings, each key on its own (transformers 4.57 mixes them); an unknown scaling is refused by name."""
+    new = fields.get("rope_parameters", dict) or {}
+    if "sliding_attention" in new or "full_attention" in new:  # keyed by layer type: speculators reads this entry
+        key = "sliding_attention" if "sliding_attention" in new else "full_attention"
+        if any(other != new[key] for other in new.values() if isinstance(other, dict)):
+            raise fields.error("rope_parameters", "differ between layer types", "this is not implemented")
+        new = Fields(fields.path, new, fields.prefix + "rope_parameters.").get(key, dict, ...)
+    scaling = Fields(fields.path, new or fields.get("rope_scaling", dict) or {}, fields.prefix + "rope scaling.")
+    kind = scaling.get("rope_type", str) or scaling.get("type", str, "default")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise scaling.error("rope_type", f"'{kind}' is not implemented", "default, linear, llama3 and yarn are")
+    for key in ("mscale", "mscale_all_dim"):
+        if scaling.raw.get(key) is not None:
+            raise scaling.error(key, "is not implemented", "only attention_factor is")
+    for part in (fields, scaling):
+        if part.get("partial_rotary_factor", float, 1.0) != 1.0:
+            raise part.error("partial_rotary_factor", "is not implemented unless it is 1", "use another checkpoint")
+    theta = scaling.get("rope_theta", float, None, 1.0) or fields.get("rope_theta", float, None, 1.0)
+    if theta is None:
+        theta = 10000.0
+        notices.append(f"{fields.path}: {fields.prefix}rope_theta: absent, 10000 assumed")
+    if kind == "default":
+        return Rope(theta)
+    factor = scaling.get("factor", float, ..., 1.0)
+    if kind == "linear":
+        return Rope(theta, kind, factor)
+    original = scaling.get("original_max_position_embeddings", int, ... if kind == "llama3" else None, 1)
+    original = original or fields.get("max_position_embeddings", int, ..., 1)
+    if kind == "llama3":
+        low, high = scaling.get("low_freq_factor", float, ..., 0), scaling.get("high_freq_factor", float, ..., 0)
+        if high <= low:
+            raise scaling.error("high_freq_factor", f"{high} is not above low_freq_factor {low}", "correct the file")
+        return Rope(theta, kind, factor, original, low, high)
+    return Rope(
+        theta, kind, factor, original,
+        beta_fast=scaling.get("beta_fast", float, 32.0, 0), beta_slow=scaling.get("beta_slow", float, 1.0, 0),
+        attention_factor=scaling.get("attention_factor", float, None, 0), truncate=scaling.get("truncate", bool, True),
+    )  # fmt: skip
+
+
+def read_windows(fields: Fields, model_type: str, n_layer: int) -> tuple[int | None, ...]:
+    """Per layer, its sliding window. `layer_types` decides; a `sliding_window` beside full layers means nothing."""
+    window = fields.get("sliding_window", int, None, 1)
+    types = fields.get("layer_types", list)
+    if types is None:
+        if model_type == "mistral":
+            sliding = [window is not None] * n_layer
+        elif model_type.startswith("qwen") and fields.get("use_sliding_window", bool, False):
+            first = fields.get("max_window_layers", int, 28, 0)
+            sliding = [window is not None and i >= first for i in range(n_layer)]
+        else:
+            sliding = [False] * n_layer
+    else:
+        if len(types) != n_layer:
+            raise fields.error("layer_types", f"{len(types)} entries for {n_layer} layers", "correct the file")
+        for kind in types:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise fields.error("layer_types", f"'{kind}' is not implemented", "full and sliding attention are")
+        sliding = [kind == "sliding_attention" for kind in types]
+    if any(sliding) and window is None:
+        raise fields.error("sliding_window", "missing, though layer_types has sliding layers", "correct the file")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def read_decoder(fields: Fields, model_type: str, notices: list[str]) -> DecoderConfig:
+    """Sizes and switches of a llama-shaped decoder, from a target's config or a draft's transformer_layer_config."""
+    for key in ("quantization_config", "compression_config"):
+        if fields.raw.get(key):
+            method = fields.sub(key).get("quant_method", str, "unnamed")
+            raise fields.error(key, f"quantised weights ({method}) are not read yet", "use a 16 or 32 bit checkpoint")
+    if fields.get("mlp_bias", bool, False):
+        raise fields.error("mlp_bias", "biases in the MLP are not implemented", "use another checkpoint")
+    if (act := fields.get("hidden_act", str, "silu")) != "silu":
+        raise fields.error("hidden_act", f"'{act}' is not implemented", "silu is")
+    hidden, n_head = fields.get("hidden_size", int, ..., 1), fields.get("num_attention_heads", int, ..., 1)
+    n_layer = fields.get("num_hidden_layers", int, ..., 1)
+    n_kv_head = fields.get("num_key_value_heads", int, n_head, 1)
+    head_dim = fields.get("head_dim", int, None, 1)
+    if head_dim is None and hidden % n_head:
+        raise fields.error("head_dim", f"missing, and {hidden} is no multiple of {n_head} heads", "add it")
+    if n_head % n_kv_head:
+        raise fields.error("num_key_value_heads", f"{n_head} heads do not divide into {n_kv_head}", "correct the file")
+    attention_bias = fields.get("attention_bias", bool, False)
+    return DecoderConfig(
+        model_type=model_type,
+        vocab_size=fields.get("vocab_size", int, ..., 1),
+        hidden_size=hidden,
+        intermediate_size=fields.get("intermediate_size", int, ..., 1),
+        n_layer=n_layer,
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        head_dim=head_dim or hidden // n_head,
+        norm_eps=fields.get("rms_norm_eps", float, 1e-6, 0),
+        rope=read_rope(fields, notices),
+        context=fields.get("max_position_embeddings", int, 2048, 1),
+        windows=read_windows(fields, model_type, n_layer),
+        qkv_bias=attention_bias or model_type == "qwen2",
+        o_bias=attention_bias and model_type != "qwen2",
+        qk_norm=model_type == "qwen3",
+        tied=fields.get("tie_word_embeddings", bool, False),
+        dtype=fields.get("dtype", str) or fields.get("torch_dtype", str),
+    )
+
+
+def read_target(folder: Path) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """The target's config and notices for people; anything that is not llama-shaped is refused by name."""
+    fields, notices = Fields(folder / "config.json", read_json(folder / "config.json")), []
+    model_type = fields.get("model_type", str, "")
+    if "speculators_model_type" in fields.raw:
+        raise fields.error("speculators_model_type", "this is a speculator, not a target", "give it as --speculator")
+    if model_type not in TARGETS:
+        name = model_type or "no model_type"
+        raise fields.error("model_type", f"'{name}' is not implemented as a target", f"{', '.join(TARGETS)} are")
+    return read_decoder(fields, model_type, notices), tuple(notices)
+
+
+def read_proposal(fields: Fields, override: int | None) -> tuple[int, str, list[str]]:
+    """K, where it comes from, and notices. The method named by `default_proposal_method` counts, else the first."""
+    methods = fields.get("proposal_methods", list, [])
+    named = fields.get("default_proposal_method", str)
+    dicts = [method for method in methods if isinstance(method, dict)]
+    method = next((m for m in dicts if m.get("proposal_type") == named), dicts[0] if dicts else {})
+    notices = []
+    if method.get("verifier_accept_k", 1) != 1 or method.get("accept_tolerance", 0.0) != 0.0:
+        notices.append(f"{fields.path}: lenient acceptance is not honoured, verification is exact")
+    if override is not None:
+        return override, "--num_speculative_tokens", notices
+    if (kind := method.get("proposal_type", "greedy")) not in ("greedy", "sampling"):
+        raise fields.error(
+            "proposal_methods", f"'{kind}' is not implemented", "give --num_speculative_tokens K to draft a chain"
+        )
+    tokens = Fields(fields.path, method, fields.prefix + "proposal_methods.").get("speculative_tokens", int, None, 1)
+    if tokens is None:
+        notices.append(f"{fields.path}: speculative_tokens: absent, {DEFAULT_SPECULATIVE_TOKENS} assumed")
+        return DEFAULT_SPECULATIVE_TOKENS, "default", notices
+    if tokens > MAX_SPECULATIVE_TOKENS:
+        wrong = f"{tokens} is more than the {MAX_SPECULATIVE_TOKENS} that a chain may have"
+        raise fields.error("speculative_tokens", wrong, "give --num_speculative_tokens")
+    return tokens, "config", notices
+
+
+def read_flags(fields: Fields, norm_before_residual: bool | None) -> tuple[dict[str, bool], list[str], list[str]]:
+    """The four switches of EAGLE-3's forward, with what to tell people; an unknown switch that is on is refused."""
+    known = FLAGS + HARMLESS
+    for key, value in fields.raw.items():
+        if value is True and key not in known or key in ("eagle_config", "dflash_config"):
+            raise fields.error(key, "is not implemented", "this checkpoint needs a newer reader")
+    flags = {key: fields.get(key, bool, False) for key in FLAGS}
+    source, notices = "config", []
+    if norm_before_residual is not None:
+        flags["norm_before_residual"], source = norm_before_residual, "--norm_before_residual"
+    elif fields.raw.get("norm_before_residual") is None:
+        # The library's default is False; vLLM serves such files with True, and published acceptance is vLLM's.
+        flags["norm_before_residual"], source = True, "default"
+        notices.append(f"{fields.path}: norm_before_residual: absent, true assumed (as vLLM does)")
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise fields.error("fc_norm", "excludes norm_before_fc, and both are on", "correct the file")
+    on = [f"norm_before_residual={str(flags['norm_before_residual']).lower()} ({source})"]
+    return flags, on + [f"{key}=true (config)" for key in FLAGS[1:] if flags[key]], notices
+
+
+def read_speculator(
+    folder: Path,
+    *,
+    speculative_tokens: int | None = None,
+    aux_layer_ids: tuple[int, ...] | None = None,
+    rope_theta: float | None = None,
+    norm_before_residual: bool | None = None,
+) -> SpeculatorConfig:
+    """Reads folder/config.json. The keyword arguments are the user's options and win over the file.
+
+    Raises ConfigError for another algorithm, another family's layout and everything we do not implement."""
+    fields = Fields(folder / "config.json", read_json(folder / "config.json"))
+    algorithm = fields.get("speculators_model_type", str)
+    if algorithm is None:
+        wrong = "missing, so this is no checkpoint in speculators format"
+        fix = "targets are given as --target; drafts of other families (SafeAILab, SpecForge, ...) are not read yet"
+        raise fields.error("speculators_model_type", wrong, fix)
+    if algorithm not in ALGORITHMS:
+        raise fields.error("speculators_model_type", f"'{algorithm}' is not read yet", f"{', '.join(ALGORITHMS)} is")
+    layer_fields = fields.sub("transformer_layer_config", ...)
+    model_type = layer_fields.get("model_type", str, "")  # "" leaves q/k norms to the tensors: the default has changed
+    if model_type and model_type not in DRAFT_LAYERS:
+        wrong = f"'{model_type}' is not implemented as a draft layer"
+        raise layer_fields.error("model_type", wrong, f"{' and '.join(DRAFT_LAYERS)} are")
+    method = fields.sub("speculators_config", ...)
+    tokens, tokens_source, notices = read_proposal(method, speculative_tokens)
+    flags, flags_chosen, flag_notices = read_flags(fields, norm_before_residual)
+    notices += flag_notices
+    layer = read_decoder(layer_fields, model_type, notices)
+    if rope_theta is not None:
+        layer = replace(layer, rope=replace(layer.rope, theta=rope_theta))
+    chosen = [f"K={tokens} ({tokens_source})", *flags_chosen]
+    theta_source = "config" if rope_theta is None else "--draft_rope_theta"
+    chosen.append(f"rope {layer.rope.kind} theta={layer.rope.theta:g} ({theta_source})")
+    file_ids = fields.get("eagle_aux_hidden_state_layer_ids", list) or None
+    if file_ids is not None and not all(type(i) is int for i in file_ids):
+        raise fields.error("eagle_aux_hidden_state_layer_ids", f"{file_ids} are not layer numbers", "correct the file")
+    ids = aux_layer_ids or (tuple(file_ids) if file_ids else None)
+    source = "--aux_layer_ids" if aux_layer_ids else "config" if ids else "default"
+    chosen.append(f"aux layers {','.join(map(str, ids)) if ids else '2,N/2,N-3'} ({source})")
+    return SpeculatorConfig(
+        folder=folder,
+        algorithm=algorithm,
+        target=method.sub("verifier", {}).get("name_or_path", str) or None,
+        speculative_tokens=tokens,
+        draft_vocab_size=fields.get("draft_vocab_size", int, layer.vocab_size, 1),
+        target_hidden_size=fields.get("target_hidden_size", int, layer.hidden_size, 1),
+        target_vocab_size=layer.vocab_size,  # until fit_to_target: some targets pad theirs
+        aux_layer_ids=ids,
+        layer=layer,
+        chosen=tuple(chosen),
+        notices=tuple(notices),
+        **flags,
+    )
+
+
+def find_target(config: SpeculatorConfig, override: str | None) -> str:
+    """Folder or Hub id of the target: the user's option, else the config's, a path also relative to the speculator."""
+    if override is not None:
+        return override
+    if config.target is None:
+        path = config.folder / "config.json"
+        raise ConfigError(f"{path}: verifier.name_or_path: names no target; give --target PATH_OR_REPO")
+    if not os.path.isdir(config.target) and (config.folder / config.target).is_dir():
+        return str(config.folder / config.target)
+    return config.target
+
+
+def fit_to_target(config: SpeculatorConfig, target: DecoderConfig) -> SpeculatorConfig:
+    """The speculator with its aux layer ids filled in; ConfigError where its sizes do not fit the target's."""
+    path = config.folder / "config.json"
+    if config.target_hidden_size != target.hidden_size:
+        wrong = f"drafts for a hidden size of {config.target_hidden_size}, the target's is {target.hidden_size}"
+        raise ConfigError(f"{path}: target_hidden_size: {wrong}; give the target it was trained on with --target")
+    if config.draft_vocab_size > min(config.layer.vocab_size, target.vocab_size):
+        wrong = f"{config.draft_vocab_size} is more than the target's vocabulary of {target.vocab_size}"
+        raise ConfigError(f"{path}: draft_vocab_size: {wrong}; give the target it was trained on with --target")
+    n = target.n_layer
+    ids = config.aux_layer_ids or (2, n // 2, n - 3)
+    if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > n:
+        wrong = f"{list(ids)} are not ascending layers between 0 and {n}, the target's number of layers"
+        raise ConfigError(f"{path}: eagle_aux_hidden_state_layer_ids: {wrong}; give --aux_layer_ids")
+    return replace(config, aux_layer_ids=tuple(ids), target_vocab_size=target.vocab_size)
