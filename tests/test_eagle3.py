@@ -1,0 +1,100 @@
+"""The draft against what speculators computes (fixtures/drafts): logits and states, since text hides a broken draft."""
+
+import pytest
+import torch
+from conftest import FIXTURES, expected, open_pair
+
+DRAFTS = sorted(path.parent.name for path in (FIXTURES / "drafts").glob("*/expected.safetensors"))
+
+
+def true_rows(draft, want):
+    """Prefills the oracle's rows, token x_{i+1} with the feature of x_i at position i. Returns the states (1, T, D)."""
+    T = want["input_ids"].size(1)
+    return draft(want["input_ids"], draft.fuse(want["aux"]), torch.arange(T)[None])
+
+
+def close(actual, wanted):
+    torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", DRAFTS)
+@torch.inference_mode()
+def test_fused_feature_and_training_steps_equal_speculators(case):
+    """logits_step s: every row drafts a chain of its own, on ground-truth tokens (training-time test, TTT).
+
+    In training a sliding window is anchored at the chain's root, at inference it moves: widened by s it is the same."""
+    want = expected(FIXTURES / "drafts" / case)
+    _, draft = open_pair(FIXTURES / "drafts" / case)
+    close(draft.fuse(want["aux"]), want["fc_out"])
+    x = true_rows(draft, want)
+    close(draft.logits(x), want["logits_step0"])
+    close(draft.feedback(x), want["state_step0"])
+    T, windows = x.size(1), draft.positions.config.windows
+    tokens = torch.cat((want["input_ids"], torch.zeros(1, 2, dtype=torch.int64)), dim=1)
+    for root in range(T):
+        widen(draft, windows, 0)
+        state = draft.feedback(true_rows(draft, want)[:, root : root + 1])
+        for step in (1, 2):
+            widen(draft, windows, step)
+            x = draft(tokens[:, root + step : root + step + 1], state, torch.tensor([[root + step]]))
+            state = draft.feedback(x)
+            close(draft.logits(x), want[f"logits_step{step}"][:, root : root + 1])
+            close(state, want[f"state_step{step}"][:, root : root + 1])
+
+
+def widen(draft, windows, by):
+    from dataclasses import replace
+
+    draft.positions.config = replace(
+        draft.positions.config, windows=tuple(None if window is None else window + by for window in windows)
+    )
+
+
+@pytest.mark.parametrize("case", DRAFTS)
+@torch.inference_mode()
+def test_proposed_chain_equals_speculators(case):
+    want = expected(FIXTURES / "drafts" / case)
+    _, draft = open_pair(FIXTURES / "drafts" / case)
+    logits, drafts = [], []
+
+    def pick(row, step):
+        logits.append(row[0])
+        drafts.append(row.argmax(-1))
+        return drafts[-1], None
+
+    T = want["input_ids"].size(1)
+    rows = torch.arange(T)[None]
+    tokens, _ = draft.propose(want["input_ids"], want["aux"], rows, torch.tensor([T - 1]), 4, pick)
+    assert tokens[0].tolist() == want["chain_tokens"].tolist()
+    assert torch.cat(drafts).tolist() == want["chain_draft_ids"].tolist()
+    close(torch.stack(logits), want["chain_logits"])
+
+
+@torch.inference_mode()
+def test_aux_states_come_from_the_target_as_the_oracle_has_them():
+    """The taps, end to end: ids 0 and N (embeddings; the last layer's output, un-normed) included."""
+    for case in ("eagle3_nbr_true", "eagle3_four_aux"):
+        want = expected(FIXTURES / "drafts" / case)
+        target, _ = open_pair(FIXTURES / "drafts" / case)
+        ids = want["target_input_ids"][:, :-1]
+        close(target(ids, torch.arange(ids.size(1))[None])[1], want["aux"])
+
+
+@torch.inference_mode()
+def test_padding_rows_of_the_first_pass_change_nothing():
+    """A round's first pass has K + 1 rows, of which only the committed ones are real."""
+    want = expected(FIXTURES / "drafts" / "eagle3_nbr_true")
+    _, draft = open_pair(FIXTURES / "drafts" / "eagle3_nbr_true")
+    greedy = lambda row, step: (row.argmax(-1), None)  # noqa: E731
+    T = want["input_ids"].size(1)
+    tokens = torch.cat((want["input_ids"], torch.full((1, 3), 5)), dim=1)
+    aux = torch.cat((want["aux"], torch.full_like(want["aux"][:, :3], 9.0)), dim=1)
+    drafted, _ = draft.propose(tokens, aux, torch.arange(T + 3)[None], torch.tensor([T - 1]), 4, greedy)
+    assert drafted[0].tolist() == want["chain_tokens"].tolist()
+
+
+def test_embedding_and_head_are_the_checkpoints_or_the_targets():
+    for case, own in (("eagle3_no_embed", False), ("eagle3_own_embed", True)):
+        target, draft = open_pair(FIXTURES / "drafts" / case)
+        assert (draft.embed is target.embed) is not own
+        assert draft.head is not target.head
