@@ -1,0 +1,427 @@
+"""The command: runs a speculator and its target on prompts, streams the text and prints the numbers.
+
+    python generate.py --speculator PATH_OR_REPO [options]
+
+What a user can get wrong is checked before torch is imported (that takes seconds); then models are loaded, compiled and
+asked. Exit codes: 0 done, 2 something the user can fix (one `error:` line on stderr), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from convert_hf_checkpoint import (
+    TOLERATED,
+    draft_tensors,
+    eagle3_names,
+    fetch_weights,
+    load_weights,
+    open_checkpoint,
+    stored_tensors,
+    target_names,
+)
+from metrics import Answer, describe, describe_baseline, doubt, ratio, result, totals
+from options import parse_args
+from prompts import Dialogue, Question, read_prompt_file
+from speculators_config import (
+    ConfigError,
+    DecoderConfig,
+    SpeculatorConfig,
+    find_target,
+    fit_to_target,
+    read_speculator,
+    read_target,
+)
+from tokenizer import TextStream, Tokenizer, load_tokenizer, stop_token_ids
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from model import Transformer
+    from speculate import Decoder
+
+INTERACTIVE_CONTEXT = 4096  # tokens, where the target allows as many
+
+
+# ---- the door: everything that is known before torch is there --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for, read and checked."""
+
+    args: argparse.Namespace
+    speculator: SpeculatorConfig | None
+    target_name: str
+    target: DecoderConfig
+    tokenizer: Tokenizer | None
+    raw: bool
+    stop_ids: frozenset[int]
+    questions: tuple[Question, ...]  # none: interactive
+    max_seq_len: int = 0
+
+    @property
+    def K(self) -> int:
+        return self.speculator.speculative_tokens if self.speculator else 0
+
+    def dialogue(self) -> Dialogue:
+        return Dialogue(self.tokenizer, self.raw, self.args.system)
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Reads configs, tokenizer and prompts. Raises ConfigError; says what was chosen and assumed."""
+    speculator, target_name, notices = None, args.target, ()
+    if args.speculator:
+        speculator = open_speculator(args)
+        target_name, notices = find_target(speculator, args.target), speculator.notices
+    folder = open_checkpoint(target_name, "target")
+    target, target_notices = read_target(folder)
+    if speculator:
+        speculator = fit_to_target(speculator, target)
+        say(f"speculator {args.speculator}: {speculator.algorithm}, {', '.join(speculator.chosen)}")
+    for notice in (*notices, *target_notices):
+        say(f"notice: {notice}")
+    tokenizer = load_tokenizer(folder)
+    raw = args.raw or tokenizer is None or not tokenizer.has_chat_template
+    questions = read_questions(args)
+    if tokenizer is None and (args.stop or any(question.turns for question in questions) or not questions):
+        raise ConfigError(f"{folder}: tokenizer.json: there is no tokenizer; add one, or give --prompt_ids, no --stop")
+    if args.system is not None and raw:
+        raise ConfigError(f"--system: {target_name} has no chat template to put it in; drop it")
+    plan = Plan(args, speculator, target_name, target, tokenizer, raw, stop_token_ids(folder, tokenizer), questions)
+    plan = replace(plan, max_seq_len=plan_length(plan))
+    if speculator and speculator.layer.context < plan.max_seq_len:
+        say(f"notice: the draft's context is {speculator.layer.context} tokens; past it acceptance may fall")
+    return plan
+
+
+def open_speculator(args: argparse.Namespace) -> SpeculatorConfig:
+    """The speculator's config, with the user's options over it."""
+    norm_before_residual = {None: None, "true": True, "false": False}[args.norm_before_residual]
+    return read_speculator(
+        open_checkpoint(args.speculator, "speculator"),
+        speculative_tokens=args.num_speculative_tokens,
+        aux_layer_ids=args.aux_layer_ids,
+        rope_theta=args.draft_rope_theta,
+        norm_before_residual=norm_before_residual,
+    )
+
+
+def read_questions(args: argparse.Namespace) -> tuple[Question, ...]:
+    """The prompts of --prompt, --prompts and --prompt_ids, in this order; else all of stdin. Interactive: none."""
+    questions = [Question(turns=(text,)) for text in args.prompt]
+    if args.prompts:
+        chosen = read_prompt_file(args.prompts)[: args.limit]
+        questions += [Question(turns=question.turns[:1]) for question in chosen] if args.first_turns else chosen
+    questions += [Question(ids=prompt) for prompt in args.prompt_ids]
+    if not questions and not args.interactive and not sys.stdin.isatty():
+        questions = [Question(turns=(sys.stdin.read(),))]
+    if any(not turn.strip() for question in questions for turn in question.turns):
+        raise ConfigError("--prompt: is empty; give a text")
+    return tuple(questions)
+
+
+def plan_length(plan: Plan) -> int:
+    """The tokens that the longest conversation may need. ConfigError where a prompt cannot fit or has unknown ids."""
+    args, context = plan.args, plan.target.context
+    if (args.max_seq_len or 0) > context:
+        raise ConfigError(f"--max_seq_len: {args.max_seq_len} is more than the target's context of {context}; lower it")
+    if not plan.questions:
+        return args.max_seq_len or min(context, INTERACTIVE_CONTEXT)
+    limit, longest = args.max_seq_len or context, 0
+    for i, question in enumerate(plan.questions, 1):
+        prompts = question.prompts(plan.dialogue())
+        if not prompts[0]:
+            raise ConfigError(f"--prompt: prompt {i} has no tokens; give a text")
+        if not 0 <= min(prompts[0]) <= max(prompts[0]) < plan.target.vocab_size:
+            vocabulary = f"0..{plan.target.vocab_size - 1}, the target's vocabulary"
+            raise ConfigError(f"--prompt_ids: prompt {i} has ids outside {vocabulary}; correct them")
+        if len(prompts[0]) + args.max_new_tokens > limit:
+            need = f"prompt {i} has {len(prompts[0])} tokens, with {args.max_new_tokens} new ones more than {limit}"
+            option, fix = ("--max_seq_len", "raise it") if args.max_seq_len else ("--max_new_tokens", "lower it")
+            raise ConfigError(f"{option}: {need}; {fix} or shorten the prompt")
+        longest = max(longest, len(prompts[-1]) + len(prompts) * args.max_new_tokens)
+    return args.max_seq_len or min(longest, context)
+
+
+# ---- loading: from here on torch is there ----------------------------------------------------------------------------
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: cuda where there is one, else the CPU (mps on request). Touches no CUDA where the CPU is asked for."""
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "no CUDA device is visible"
+        raise ConfigError(f"--device: {why}; use --device cpu, or install a CUDA build of torch")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("--device: there is no MPS device; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str, target: DecoderConfig) -> torch.dtype:
+    """auto: what the target's config names, else bf16. The draft runs in the same."""
+    import torch
+
+    dtypes = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": target.dtype or "bfloat16"}
+    if dtypes[name] not in ("bfloat16", "float16", "float32"):
+        raise ConfigError(f"--dtype: the target's {dtypes[name]} is not implemented; give bf16, fp16 or fp32")
+    return getattr(torch, dtypes[name])
+
+
+def load_target(name: str, config: DecoderConfig, aux_layer_ids: tuple[int, ...], device, dtype) -> Transformer:
+    """The target with its weights, handing out the states at aux_layer_ids. name: folder or Hub repo."""
+    import torch
+
+    from model import Transformer
+
+    stored = stored_tensors(fetch_weights(name, "target"))
+    names = target_names(config, stored)
+    with torch.device("meta"):
+        target = Transformer(config, aux_layer_ids, tied="head.weight" not in names)
+    load_weights(target, names, stored, tolerated=TOLERATED, device=device, dtype=dtype)
+    return target.eval()
+
+
+def load_draft(name: str, config: SpeculatorConfig, target: Transformer) -> nn.Module:
+    """The draft with its weights, in the target's dtype and on its device; what it does not hold it shares."""
+    import torch
+
+    import eagle3
+
+    drafts = {"eagle3": (eagle3.Eagle3, eagle3_names)}  # algorithm -> its module, and the names of its tensors
+    build, name_tensors = drafts[config.algorithm]
+    stored = draft_tensors(stored_tensors(fetch_weights(name, "speculator")))
+    config, names = name_tensors(config, stored)
+    with torch.device("meta"):
+        draft = build(config, own=names)
+    weight = target.norm.weight
+    load_weights(draft, names, stored, tolerated=TOLERATED, device=weight.device, dtype=weight.dtype)
+    draft.settle(target.embed, target.head)
+    owner = {True: "its own", False: "the target's"}
+    say(f"draft: {owner['embed.weight' in names]} embedding, {owner['head.weight' in names]} head")
+    return draft.eval()
+
+
+def load(plan: Plan) -> Decoder:
+    """Weights, caches and the calls over them, not yet compiled."""
+    import speculate
+
+    args, K = plan.args, plan.K
+    device, dtype = choose_device(args.device), choose_dtype(args.dtype, plan.target)
+    aux_layer_ids = plan.speculator.aux_layer_ids if K > 0 else ()
+    target = load_target(plan.target_name, plan.target, aux_layer_ids, device, dtype)
+    draft = load_draft(args.speculator, plan.speculator, target) if K > 0 else None
+    slots = speculate.cache_slots(plan.max_seq_len, K)
+    for module in filter(None, (target, draft)):
+        module.allocate(1, slots)
+    width = len(aux_layer_ids) * plan.target.hidden_size
+    state = speculate.State(1, K, width, slots, dtype, device, args.temperature, args.top_k, args.top_p)
+    return speculate.Decoder(speculate.build_steps(target, draft, state, args.compile), state, args.seed)
+
+
+# ---- answering -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded plan, and the answers so far."""
+
+    plan: Plan
+    decoder: Decoder
+    answers: list[Answer]
+
+    def reply(self, prompt: list[int], keep: bool = False) -> Answer:
+        """Answers one prompt, streaming, and reports. keep: the prompt continues the previous sequence."""
+        args = self.plan.args
+        self.answers.append(answer := Answer(len(prompt)))
+        self.decode(prompt, answer, (lambda text: None) if args.json else write, keep=keep)
+        if not args.json:
+            write("\n")
+        if args.baseline:
+            self.compare_with_plain(prompt, answer)
+        say(f"[{answer.finish_reason}] {answer.prompt_tokens} prompt tokens; {describe(totals([answer], self.plan.K))}")
+        if answer.baseline:
+            say(describe_baseline(answer.baseline))
+        return answer
+
+    def decode(
+        self, prompt: list[int], answer: Answer, emit: Callable[[str], None], *, keep: bool = False, plain: bool = False
+    ) -> None:
+        """Fills `answer` token by token; the earliest event in token order ends it."""
+        plan, stream = self.plan, TextStream(self.plan.tokenizer, self.plan.args.stop)
+        budget = min(plan.args.max_new_tokens, plan.max_seq_len - len(prompt))
+
+        def take(token: int) -> None:
+            answer.token_ids.append(token)
+            if token in plan.stop_ids:  # never part of the text
+                text, stopped = "", not plan.args.ignore_eos
+            else:
+                text, stopped = stream.push(token)
+            if stopped:
+                answer.finish_reason = "stop"
+            elif len(answer.token_ids) == budget:
+                answer.finish_reason = "length"
+            show(text + stream.finish() if answer.finish_reason else text)
+
+        def show(text: str) -> None:
+            answer.text += text
+            if text:
+                emit(text)
+
+        began = time.perf_counter()
+        take(self.decoder.start(prompt, keep)[0])
+        answer.prefill_seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        while answer.finish_reason is None:
+            done = self.decoder.round(plain)
+            before = len(answer.token_ids)
+            for token in done.emitted:
+                if answer.finish_reason is None:
+                    take(token)
+            kept = len(answer.token_ids) - before
+            if done.proposed:  # tokens that were cut did not reach the output: they are not accepted either
+                answer.rounds.append(replace(done, accepted=min(done.accepted, kept), emitted=done.emitted[:kept]))
+            answer.decode_seconds = time.perf_counter() - began
+
+    def compare_with_plain(self, prompt: list[int], answer: Answer) -> None:
+        """Decodes the prompt plainly, in the same process with the same code, into answer.baseline."""
+        plain = Answer(len(prompt))
+        self.decode(prompt, plain, lambda text: None, plain=True)
+        answer.baseline = {
+            "token_ids": plain.token_ids,
+            "decode_seconds": plain.decode_seconds,
+            "tokens_per_second": plain.tokens_per_second,
+            "speedup": ratio(answer.tokens_per_second, plain.tokens_per_second),
+            "first_divergence": self.first_divergence(prompt, answer.token_ids, plain.token_ids),
+        }
+
+    def first_divergence(self, prompt: list[int], ours: list[int], plain: list[int]) -> dict | None:
+        """Where two answers part, and the gap of the target's two best logits there: rounding or a bug?"""
+        if ours == plain:
+            return None
+        pairs = zip(ours, plain, strict=False)
+        index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(plain)))
+        _, logits = self.decoder.start(prompt + ours[:index])
+        best, second = logits.topk(2).values.tolist()
+        return {"index": index, "margin": best - second}
+
+    def converse(self, question: Question) -> None:
+        """Answers the turns of one question, each with the answers before it in view."""
+        if question.ids:
+            self.reply(list(question.ids))
+            return
+        dialogue = self.plan.dialogue()
+        for turn, text in enumerate(question.turns):
+            prompt = dialogue.ask(text)
+            if len(prompt) >= self.plan.max_seq_len:
+                say(f"notice: all {self.plan.max_seq_len} tokens are used; left out: turn {turn + 1} and what follows")
+                return
+            answer = self.reply(prompt, keep=turn > 0)
+            dialogue.hear(answer.text, answer.token_ids)
+
+    def chat(self) -> None:
+        """Questions from the terminal until its end; the caches are kept between turns."""
+        say("chat: one question a line, Ctrl-D ends")
+        dialogue = self.plan.dialogue()
+        while True:
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                return
+            if not line.strip():
+                continue
+            prompt = dialogue.ask(line.rstrip("\n"))
+            if len(prompt) >= self.plan.max_seq_len:
+                say(f"notice: all {self.plan.max_seq_len} tokens are used; start again, or with a larger --max_seq_len")
+                return
+            answer = self.reply(prompt, keep=True)
+            dialogue.hear(answer.text, answer.token_ids)
+
+
+# ---- main ------------------------------------------------------------------------------------------------------------
+
+
+def say(line: str) -> None:
+    """Notices, statistics and errors: stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def write(text: str) -> None:
+    """Streams to stdout; what its encoding lacks is replaced rather than fatal."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def run(plan: Plan, answers: list[Answer]) -> None:
+    """Loads, compiles, answers. `answers` is the caller's, so that it can report after an interrupt."""
+    args = plan.args
+    began = time.perf_counter()
+    decoder = load(plan)
+    load_seconds, compile_seconds = time.perf_counter() - began, 0.0
+    dtype, device = str(decoder.state.aux.dtype).removeprefix("torch."), decoder.state.tokens.device.type
+    say(f"target {plan.target_name}: {plan.target.model_type}, {dtype} on {device}, loaded in {load_seconds:.1f} s")
+    if args.compile:
+        say("compiling: minutes the first time, later runs reuse it ...")
+        compile_seconds = decoder.warm_up(plain_too=args.baseline and plan.K > 0)
+        say(f"compiled in {compile_seconds:.1f} s")
+    session = Session(plan, decoder, answers)
+    for question in plan.questions:
+        session.converse(question)
+    if not plan.questions:
+        session.chat()
+    numbers = totals(answers, plan.K)
+    if len(answers) > 1:
+        say(f"all {len(answers)} answers: {describe(numbers)}")
+    if (suspicion := doubt(numbers)) is not None:
+        say(f"notice: {suspicion}")
+    if args.json:
+        record = {
+            "target": plan.target_name,
+            "speculator": args.speculator,
+            "algorithm": plan.speculator.algorithm if plan.speculator else None,
+            "num_speculative_tokens": plan.K,
+            "device": device,
+            "dtype": dtype,
+            "compiled": args.compile,
+            "max_seq_len": plan.max_seq_len,
+            "load_seconds": load_seconds,
+            "compile_seconds": compile_seconds,
+            "results": [result(answer, plan.K, args.trace) for answer in answers],
+            "totals": numbers,
+        }
+        print(json.dumps(record), flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    answers: list[Answer] = []
+    K = 0
+    try:
+        plan = make_plan(parse_args(argv))
+        K = plan.K
+        run(plan, answers)
+    except ConfigError as error:
+        say("error: " + " ".join(str(error).split()))
+        return 2
+    except KeyboardInterrupt:
+        say("\ninterrupted" + (f"; so far {describe(totals(answers, K))}" if answers else ""))
+        return 130
+    except BrokenPipeError:  # the reader of stdout has gone: there is nothing left to do, and nothing went wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""The command line: its options, their ranges, and which of them go together. Knows no config and no model."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from speculators_config import MAX_SPECULATIVE_TOKENS, ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(f"options: {message}; see --help")
+
+
+def number(kind: type, low: float, high: float = float("inf"), above: bool = False) -> Callable[[str], float]:
+    """An argparse type: a finite number of `kind` in [low, high], or in (low, high] where it must be above."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is not {'an integer' if kind is int else 'a number'}") from None
+        if not low <= value <= high or value == float("inf") or (above and value == low):
+            upper = f" and at most {high:g}" if high < float("inf") else ""
+            raise argparse.ArgumentTypeError(f"{text} is not {'above' if above else 'at least'} {low:g}{upper}")
+        return value
+
+    return parse
+
+
+def id_list(text: str) -> tuple[int, ...]:
+    """An argparse type: "1,2,3"."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of ids like 1,2,3") from None
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Options are spelled with underscores; dashes are accepted as well. Raises ConfigError."""
+    parser = Parser(prog="generate.py", allow_abbrev=False, description="Runs a speculators checkpoint on prompts.")
+    for add in (add_model_options, add_prompt_options, add_sampling_options, add_run_options):
+        add(parser)
+    args = parser.parse_args([underscored(arg) for arg in argv])
+    check_combinations(args)
+    return args
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what to run").add_argument
+    add("--speculator", metavar="PATH_OR_REPO", help="a draft in speculators format; none: plain decoding of --target")
+    add("--target", metavar="PATH_OR_REPO", help="default: the one that the speculator's config names")
+    tokens = number(int, 0, MAX_SPECULATIVE_TOKENS)
+    add("--num_speculative_tokens", type=tokens, metavar="K", help="tokens drafted a round (default: the config's)")
+    add(
+        "--aux_layer_ids",
+        type=id_list,
+        metavar="IDS",
+        help="layers whose input feeds the draft (default: the config's)",
+    )
+    add("--draft_rope_theta", type=number(float, 1), metavar="F", help="default: the config's")
+    add("--norm_before_residual", choices=("true", "false"), help="default: the config's")
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts", "each is one answer; default: chat, or all of stdin as one prompt")
+    add = group.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
+    add("--prompts", type=Path, metavar="FILE", help=".txt: one a line; .jsonl: objects with `prompt` or `turns`")
+    add("--prompt_ids", type=id_list, action="append", default=[], metavar="IDS", help="repeatable; token ids, 1,2,3")
+    add("--limit", type=number(int, 1), metavar="N", help="only the first N of --prompts")
+    add("--first_turns", action="store_true", help="only the first turn of each conversation in --prompts")
+    add("--interactive", action="store_true", help="chat in the terminal")
+    add("--system", metavar="TEXT", help="the system message (default: the chat template's own)")
+    add("--raw", action="store_true", help="do not apply the target's chat template")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sampling and stopping").add_argument
+    add("--max_new_tokens", type=number(int, 1), default=256, metavar="N", help="of each answer (default: %(default)s)")
+    add("--temperature", type=number(float, 0), default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top_k", type=number(int, 1), metavar="K", help="sample among the K most likely tokens")
+    share = number(float, 0, 1, above=True)
+    add("--top_p", type=share, metavar="P", help="sample among the likeliest tokens that together hold P")
+    add(
+        "--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="restarts with every prompt (default: 0)"
+    )
+    add("--stop", action="append", default=[], metavar="TEXT", help="repeatable; ends the answer and is not printed")
+    add("--ignore_eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the run").add_argument
+    add("--max_seq_len", type=number(int, 1), metavar="N", help="prompt + new tokens (default: what the run needs)")
+    add("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="auto: the target checkpoint's")
+    add("--device", choices=("auto", "cuda", "cpu", "mps"), default="auto", help="auto: cuda if there is one, else cpu")
+    add("--compile", action="store_true", default=True, help="the default")
+    add("--no_compile", dest="compile", action="store_false", help="run eagerly: starts at once, decodes more slowly")
+    add("--baseline", action="store_true", help="decode each prompt plainly as well and compare")
+    add("--json", action="store_true", help="stdout holds one JSON object and nothing else")
+    add("--trace", action="store_true", help="with --json: what each round proposed and accepted")
+
+
+def underscored(arg: str) -> str:
+    """--max-new-tokens=5 -> --max_new_tokens=5; values stay as they are."""
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") and len(name) > 2 else arg
+
+
+def check_combinations(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that contradict each other or would have no effect."""
+    asked = args.prompt or args.prompts or args.prompt_ids
+    draft_options = args.aux_layer_ids or args.draft_rope_theta or args.norm_before_residual
+    complaints = {
+        "--speculator: missing; give one, or --target alone to decode plainly": not (args.speculator or args.target),
+        "--num_speculative_tokens: needs a draft; give --speculator": args.num_speculative_tokens
+        and not args.speculator,
+        "--aux_layer_ids, --draft_rope_theta, --norm_before_residual: need a draft; give --speculator": draft_options
+        and not args.speculator,
+        "--interactive: takes its prompts from the terminal; drop the others": args.interactive and asked,
+        "--interactive: does not go with --json; drop one of them": args.interactive and args.json,
+        "--trace: is part of the JSON; add --json": args.trace and not args.json,
+        "--system: needs the chat template; drop --raw": args.system is not None and args.raw,
+        "--stop: is empty; give a text": "" in args.stop,
+        "--limit, --first_turns: choose from a file; give --prompts": (args.limit or args.first_turns)
+        and not args.prompts,
+        "WORLD_SIZE: several processes are not implemented; run one": os.environ.get("WORLD_SIZE", "1")
+        not in ("", "1"),
+    }
+    for message, applies in complaints.items():
+        if applies:
+            raise ConfigError(message)
