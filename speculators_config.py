@@ -18,6 +18,7 @@ TARGETS = ("llama", "mistral", "qwen2", "qwen3")  # model_type of a target's con
 DRAFT_LAYERS = ("llama", "qwen3")  # model_type of a speculator's transformer_layer_config
 MAX_SPECULATIVE_TOKENS = 64  # a round is unrolled: more only costs compile time
 DEFAULT_SPECULATIVE_TOKENS = 3
+MAX_PADDING = 1024  # by how much a target's embedding may be padded: another vocabulary differs by more
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Booleans that speculators writes and that do not change the forward pass.
 HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init", "tie_word_embeddings", "use_cache", "return_dict")
@@ -113,7 +114,8 @@ class Fields:
             raise self.error(key, f"{value} is out of range", f"it must be at least {least}")
         return value
 
-    def sub(self, key: str, default=None) -> Fields:
+    def sub(self, key: str, default=...) -> Fields:
+        """The object under `key`; errors then name it by its whole path."""
         return Fields(self.path, self.get(key, dict, default), f"{self.prefix}{key}.")
 
 
@@ -122,23 +124,28 @@ def read_json(path: Path) -> dict:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: not found; give the folder or Hub repo of a checkpoint") from None
+        wrong = "there is no such file"
+        raise ConfigError(f"{path.parent}: {path.name}: {wrong}; give the folder or Hub repo of a checkpoint") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error}); download it again") from None
+        raise ConfigError(f"{path}: JSON: not readable ({error}); download the file again") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}; download it again")
+        raise ConfigError(f"{path}: JSON: expected dict, found {type(raw).__name__}; download the file again")
     return raw
 
 
-def read_rope(fields: Fields, notices: list[str]) -> Rope:
-    """Both spellings, each key on its own (transformers 4.57 mixes them); an unknown scaling is refused by name."""
-    new = fields.get("rope_parameters", dict) or {}
-    if "sliding_attention" in new or "full_attention" in new:  # keyed by layer type: speculators reads this entry
-        key = "sliding_attention" if "sliding_attention" in new else "full_attention"
-        if any(other != new[key] for other in new.values() if isinstance(other, dict)):
-            raise fields.error("rope_parameters", "differ between layer types", "this is not implemented")
-        new = Fields(fields.path, new, fields.prefix + "rope_parameters.").get(key, dict, ...)
-    scaling = Fields(fields.path, new or fields.get("rope_scaling", dict) or {}, fields.prefix + "rope scaling.")
+def read_rope(fields: Fields) -> tuple[Rope, tuple[str, ...]]:
+    """Both spellings, each key on its own (transformers 4.57 mixes them), with notices for people.
+
+    An unknown scaling is refused by name, and so are spellings that contradict each other."""
+    old, new = (fields.get(key, dict, {}) for key in ("rope_scaling", "rope_parameters"))
+    if new and any(new.get(key) != value for key, value in old.items() if key != "type"):
+        raise fields.error("rope_scaling", "says something else than rope_parameters", "remove the wrong one")
+    scaling = fields.sub("rope_parameters" if new else "rope_scaling", {})
+    by_layer_type = [key for key in ("sliding_attention", "full_attention") if key in new]
+    if by_layer_type:  # speculators reads the first
+        if any(other != new[by_layer_type[0]] for other in new.values() if isinstance(other, dict)):
+            raise fields.error("rope_parameters", "differ between layer types", "use another checkpoint")
+        scaling = scaling.sub(by_layer_type[0])
     kind = scaling.get("rope_type", str) or scaling.get("type", str, "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise scaling.error("rope_type", f"'{kind}' is not implemented", "default, linear, llama3 and yarn are")
@@ -149,26 +156,27 @@ def read_rope(fields: Fields, notices: list[str]) -> Rope:
         if part.get("partial_rotary_factor", float, 1.0) != 1.0:
             raise part.error("partial_rotary_factor", "is not implemented unless it is 1", "use another checkpoint")
     theta = scaling.get("rope_theta", float, None, 1.0) or fields.get("rope_theta", float, None, 1.0)
+    notices = ()
     if theta is None:
-        theta = 10000.0
-        notices.append(f"{fields.path}: {fields.prefix}rope_theta: absent, 10000 assumed")
+        theta, notices = 10000.0, (f"{fields.path}: {fields.prefix}rope_theta: absent, 10000 assumed",)
     if kind == "default":
-        return Rope(theta)
+        return Rope(theta), notices
     factor = scaling.get("factor", float, ..., 1.0)
     if kind == "linear":
-        return Rope(theta, kind, factor)
+        return Rope(theta, kind, factor), notices
     original = scaling.get("original_max_position_embeddings", int, ... if kind == "llama3" else None, 1)
     original = original or fields.get("max_position_embeddings", int, ..., 1)
     if kind == "llama3":
         low, high = scaling.get("low_freq_factor", float, ..., 0), scaling.get("high_freq_factor", float, ..., 0)
         if high <= low:
             raise scaling.error("high_freq_factor", f"{high} is not above low_freq_factor {low}", "correct the file")
-        return Rope(theta, kind, factor, original, low, high)
-    return Rope(
+        return Rope(theta, kind, factor, original, low, high), notices
+    yarn = Rope(
         theta, kind, factor, original,
         beta_fast=scaling.get("beta_fast", float, 32.0, 0), beta_slow=scaling.get("beta_slow", float, 1.0, 0),
         attention_factor=scaling.get("attention_factor", float, None, 0), truncate=scaling.get("truncate", bool, True),
     )  # fmt: skip
+    return yarn, notices
 
 
 def read_windows(fields: Fields, model_type: str, n_layer: int) -> tuple[int | None, ...]:
@@ -195,12 +203,18 @@ def read_windows(fields: Fields, model_type: str, n_layer: int) -> tuple[int | N
     return tuple(window if slides else None for slides in sliding)
 
 
-def read_decoder(fields: Fields, model_type: str, notices: list[str]) -> DecoderConfig:
-    """Sizes and switches of a llama-shaped decoder, from a target's config or a draft's transformer_layer_config."""
+def refuse_quantised(fields: Fields) -> None:
+    """Codes without their scales would pass for weights."""
     for key in ("quantization_config", "compression_config"):
         if fields.raw.get(key):
             method = fields.sub(key).get("quant_method", str, "unnamed")
             raise fields.error(key, f"quantised weights ({method}) are not read yet", "use a 16 or 32 bit checkpoint")
+
+
+def read_decoder(fields: Fields, model_type: str) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """A llama-shaped decoder's sizes and switches, from a target's config or a draft's transformer_layer_config, and
+    notices for people."""
+    refuse_quantised(fields)
     if fields.get("mlp_bias", bool, False):
         raise fields.error("mlp_bias", "biases in the MLP are not implemented", "use another checkpoint")
     if (act := fields.get("hidden_act", str, "silu")) != "silu":
@@ -214,7 +228,8 @@ def read_decoder(fields: Fields, model_type: str, notices: list[str]) -> Decoder
     if n_head % n_kv_head:
         raise fields.error("num_key_value_heads", f"{n_head} heads do not divide into {n_kv_head}", "correct the file")
     attention_bias = fields.get("attention_bias", bool, False)
-    return DecoderConfig(
+    rope, notices = read_rope(fields)
+    config = DecoderConfig(
         model_type=model_type,
         vocab_size=fields.get("vocab_size", int, ..., 1),
         hidden_size=hidden,
@@ -224,7 +239,7 @@ def read_decoder(fields: Fields, model_type: str, notices: list[str]) -> Decoder
         n_kv_head=n_kv_head,
         head_dim=head_dim or hidden // n_head,
         norm_eps=fields.get("rms_norm_eps", float, 1e-6, 0),
-        rope=read_rope(fields, notices),
+        rope=rope,
         context=fields.get("max_position_embeddings", int, 2048, 1),
         windows=read_windows(fields, model_type, n_layer),
         qkv_bias=attention_bias or model_type == "qwen2",
@@ -233,18 +248,18 @@ def read_decoder(fields: Fields, model_type: str, notices: list[str]) -> Decoder
         tied=fields.get("tie_word_embeddings", bool, False),
         dtype=fields.get("dtype", str) or fields.get("torch_dtype", str),
     )
+    return config, notices
 
 
 def read_target(folder: Path) -> tuple[DecoderConfig, tuple[str, ...]]:
     """The target's config and notices for people; anything that is not llama-shaped is refused by name."""
-    fields, notices = Fields(folder / "config.json", read_json(folder / "config.json")), []
-    model_type = fields.get("model_type", str, "")
+    fields = Fields(folder / "config.json", read_json(folder / "config.json"))
     if "speculators_model_type" in fields.raw:
         raise fields.error("speculators_model_type", "this is a speculator, not a target", "give it as --speculator")
+    model_type = fields.get("model_type", str, ...)
     if model_type not in TARGETS:
-        name = model_type or "no model_type"
-        raise fields.error("model_type", f"'{name}' is not implemented as a target", f"{', '.join(TARGETS)} are")
-    return read_decoder(fields, model_type, notices), tuple(notices)
+        raise fields.error("model_type", f"'{model_type}' is not implemented as a target", f"{', '.join(TARGETS)} are")
+    return read_decoder(fields, model_type)
 
 
 def read_proposal(fields: Fields, override: int | None) -> tuple[int, str, list[str]]:
@@ -252,23 +267,23 @@ def read_proposal(fields: Fields, override: int | None) -> tuple[int, str, list[
     methods = fields.get("proposal_methods", list, [])
     named = fields.get("default_proposal_method", str)
     dicts = [method for method in methods if isinstance(method, dict)]
-    method = next((m for m in dicts if m.get("proposal_type") == named), dicts[0] if dicts else {})
-    notices = []
-    if method.get("verifier_accept_k", 1) != 1 or method.get("accept_tolerance", 0.0) != 0.0:
-        notices.append(f"{fields.path}: lenient acceptance is not honoured, verification is exact")
+    raw = next((m for m in dicts if m.get("proposal_type") == named), dicts[0] if dicts else {})
+    method, notices = Fields(fields.path, raw, f"{fields.prefix}proposal_methods."), []
+    if raw.get("verifier_accept_k", 1) != 1 or raw.get("accept_tolerance", 0.0) != 0.0:
+        notices.append(f"{fields.path}: {fields.prefix}proposal_methods: lenience is ignored, verification is exact")
     if override is not None:
         return override, "--num_speculative_tokens", notices
-    if (kind := method.get("proposal_type", "greedy")) not in ("greedy", "sampling"):
-        raise fields.error(
-            "proposal_methods", f"'{kind}' is not implemented", "give --num_speculative_tokens K to draft a chain"
-        )
-    tokens = Fields(fields.path, method, fields.prefix + "proposal_methods.").get("speculative_tokens", int, None, 1)
+    if (kind := method.get("proposal_type", str, "greedy")) not in ("greedy", "sampling"):
+        fix = "give --num_speculative_tokens K to draft a chain"
+        raise method.error("proposal_type", f"'{kind}' is not implemented", fix)
+    tokens = method.get("speculative_tokens", int, None, 1)
     if tokens is None:
-        notices.append(f"{fields.path}: speculative_tokens: absent, {DEFAULT_SPECULATIVE_TOKENS} assumed")
-        return DEFAULT_SPECULATIVE_TOKENS, "default", notices
+        tokens = DEFAULT_SPECULATIVE_TOKENS
+        notices.append(f"{fields.path}: {method.prefix}speculative_tokens: absent, {tokens} assumed")
+        return tokens, "default", notices
     if tokens > MAX_SPECULATIVE_TOKENS:
         wrong = f"{tokens} is more than the {MAX_SPECULATIVE_TOKENS} that a chain may have"
-        raise fields.error("speculative_tokens", wrong, "give --num_speculative_tokens")
+        raise method.error("speculative_tokens", wrong, "give --num_speculative_tokens")
     return tokens, "config", notices
 
 
@@ -276,8 +291,8 @@ def read_flags(fields: Fields, norm_before_residual: bool | None) -> tuple[dict[
     """The four switches of EAGLE-3's forward, with what to tell people; an unknown switch that is on is refused."""
     known = FLAGS + HARMLESS
     for key, value in fields.raw.items():
-        if value is True and key not in known or key in ("eagle_config", "dflash_config"):
-            raise fields.error(key, "is not implemented", "this checkpoint needs a newer reader")
+        if value is True and key not in known or value and key in ("eagle_config", "dflash_config"):
+            raise fields.error(key, "is not implemented", "use a checkpoint without it, or a newer generate.py")
     flags = {key: fields.get(key, bool, False) for key in FLAGS}
     source, notices = "config", []
     if norm_before_residual is not None:
@@ -311,20 +326,23 @@ def read_speculator(
         raise fields.error("speculators_model_type", wrong, fix)
     if algorithm not in ALGORITHMS:
         raise fields.error("speculators_model_type", f"'{algorithm}' is not read yet", f"{', '.join(ALGORITHMS)} is")
-    layer_fields = fields.sub("transformer_layer_config", ...)
+    layer_fields = fields.sub("transformer_layer_config")
     model_type = layer_fields.get("model_type", str, "")  # "" leaves q/k norms to the tensors: the default has changed
     if model_type and model_type not in DRAFT_LAYERS:
         wrong = f"'{model_type}' is not implemented as a draft layer"
         raise layer_fields.error("model_type", wrong, f"{' and '.join(DRAFT_LAYERS)} are")
-    method = fields.sub("speculators_config", ...)
+    refuse_quantised(fields)
+    method = fields.sub("speculators_config")
     tokens, tokens_source, notices = read_proposal(method, speculative_tokens)
     flags, flags_chosen, flag_notices = read_flags(fields, norm_before_residual)
     notices += flag_notices
-    layer = read_decoder(layer_fields, model_type, notices)
+    layer, theta_notices = read_decoder(layer_fields, model_type)
+    theta_source = "default" if theta_notices else "config"
     if rope_theta is not None:
         layer = replace(layer, rope=replace(layer.rope, theta=rope_theta))
+        theta_source, theta_notices = "--draft_rope_theta", ()
+    notices += theta_notices
     chosen = [f"K={tokens} ({tokens_source})", *flags_chosen]
-    theta_source = "config" if rope_theta is None else "--draft_rope_theta"
     chosen.append(f"rope {layer.rope.kind} theta={layer.rope.theta:g} ({theta_source})")
     file_ids = fields.get("eagle_aux_hidden_state_layer_ids", list) or None
     if file_ids is not None and not all(type(i) is int for i in file_ids):
@@ -353,8 +371,8 @@ def find_target(config: SpeculatorConfig, override: str | None) -> str:
     if override is not None:
         return override
     if config.target is None:
-        path = config.folder / "config.json"
-        raise ConfigError(f"{path}: verifier.name_or_path: names no target; give --target PATH_OR_REPO")
+        field = f"{config.folder / 'config.json'}: speculators_config.verifier.name_or_path"
+        raise ConfigError(f"{field}: names no target; give --target PATH_OR_REPO")
     if not os.path.isdir(config.target) and (config.folder / config.target).is_dir():
         return str(config.folder / config.target)
     return config.target
@@ -363,15 +381,19 @@ def find_target(config: SpeculatorConfig, override: str | None) -> str:
 def fit_to_target(config: SpeculatorConfig, target: DecoderConfig) -> SpeculatorConfig:
     """The speculator with its aux layer ids filled in; ConfigError where its sizes do not fit the target's."""
     path = config.folder / "config.json"
+    fix = "give the target it was trained on with --target"
     if config.target_hidden_size != target.hidden_size:
         wrong = f"drafts for a hidden size of {config.target_hidden_size}, the target's is {target.hidden_size}"
-        raise ConfigError(f"{path}: target_hidden_size: {wrong}; give the target it was trained on with --target")
-    if config.draft_vocab_size > min(config.layer.vocab_size, target.vocab_size):
-        wrong = f"{config.draft_vocab_size} is more than the target's vocabulary of {target.vocab_size}"
-        raise ConfigError(f"{path}: draft_vocab_size: {wrong}; give the target it was trained on with --target")
+        raise ConfigError(f"{path}: target_hidden_size: {wrong}; {fix}")
+    if abs(config.layer.vocab_size - target.vocab_size) > MAX_PADDING:
+        wrong = f"drafts for {config.layer.vocab_size} tokens, the target has {target.vocab_size}"
+        raise ConfigError(f"{path}: transformer_layer_config.vocab_size: {wrong}; {fix}")
+    if config.draft_vocab_size > (most := min(config.layer.vocab_size, target.vocab_size)):
+        wrong = f"{config.draft_vocab_size} is more than the {most} tokens it drafts from"
+        raise ConfigError(f"{path}: draft_vocab_size: {wrong}; {fix}")
     n = target.n_layer
     ids = config.aux_layer_ids or (2, n // 2, n - 3)
     if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > n:
         wrong = f"{list(ids)} are not ascending layers between 0 and {n}, the target's number of layers"
-        raise ConfigError(f"{path}: eagle_aux_hidden_state_layer_ids: {wrong}; give --aux_layer_ids")
+        raise ConfigError(f"{path}: eagle_aux_hidden_state_layer_ids: {wrong}; give others with --aux_layer_ids")
     return replace(config, aux_layer_ids=tuple(ids), target_vocab_size=target.vocab_size)
