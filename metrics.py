@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from speculate import Round
 
 MANY_ROUNDS = 20  # before acceptance says something about a draft
+NEARLY_ALL = 0.95  # of the drafted tokens; an answer's last round is cut, so that all of them seldom count
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Answer:
     @property
     def tokens_per_second(self) -> float:
         """Of decoding: the first token comes from the prefill."""
-        return ratio(len(self.token_ids) - 1, self.decode_seconds)
+        return ratio(len(self.token_ids[1:]), self.decode_seconds)
 
 
 def ratio(a: float, b: float) -> float:
@@ -61,12 +62,12 @@ def acceptance(answers: Sequence[Answer], K: int) -> dict:
 def totals(answers: Sequence[Answer], K: int) -> dict:
     """Everything summed over the answers; `speedup` where there are baselines."""
     numbers = acceptance(answers, K)
-    speed = ratio(numbers["emitted"] - len(answers), sum(answer.decode_seconds for answer in answers))
-    numbers["tokens_per_second"] = speed
+    decoded = sum(len(answer.token_ids[1:]) for answer in answers)
+    numbers["tokens_per_second"] = speed = ratio(decoded, sum(answer.decode_seconds for answer in answers))
     plain = [answer.baseline for answer in answers if answer.baseline]
     if plain:
-        emitted = sum(len(baseline["token_ids"]) for baseline in plain)
-        plain_speed = ratio(emitted - len(plain), sum(baseline["decode_seconds"] for baseline in plain))
+        decoded = sum(len(baseline["token_ids"][1:]) for baseline in plain)
+        plain_speed = ratio(decoded, sum(baseline["decode_seconds"] for baseline in plain))
         numbers["speedup"] = ratio(speed, plain_speed)
     return numbers
 
@@ -110,8 +111,9 @@ def describe_baseline(baseline: dict) -> str:
 
 def doubt(numbers: dict) -> str | None:
     """Draft defects are silent, the text stays right: both ends of the scale deserve a word."""
-    if numbers["rounds"] < MANY_ROUNDS or 0 < numbers["accepted"] < numbers["proposed"]:
+    accepted, proposed = numbers["accepted"], numbers["proposed"]
+    if numbers["rounds"] < MANY_ROUNDS or 0 < accepted < NEARLY_ALL * proposed:
         return None
-    if numbers["accepted"] == 0:
-        return f"none of {numbers['proposed']} drafted tokens was accepted: was this draft trained on this target?"
-    return f"all of {numbers['proposed']} drafted tokens were accepted, which is rare: does the text repeat itself?"
+    if accepted == 0:
+        return f"none of {proposed} drafted tokens was accepted: was this draft trained on this target?"
+    return f"{accepted} of {proposed} drafted tokens were accepted, which is rare: does the text repeat itself?"

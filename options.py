@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from speculators_config import MAX_SPECULATIVE_TOKENS, ConfigError
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise ConfigError(f"options: {message}; see --help")
+        message = message.removeprefix("argument ") if message.startswith("argument --") else f"options: {message}"
+        raise ConfigError(f"{message}; see --help")
 
 
 def number(kind: type, low: float, high: float = float("inf"), above: bool = False) -> Callable[[str], float]:
@@ -103,9 +105,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def underscored(arg: str) -> str:
-    """--max-new-tokens=5 -> --max_new_tokens=5; values stay as they are."""
+    """--max-new-tokens=5 -> --max_new_tokens=5; values stay as they are, also those that look like an option."""
     name, equals, value = arg.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") and len(name) > 2 else arg
+    return "--" + name[2:].replace("-", "_") + equals + value if re.fullmatch(r"--[\w-]+", name) else arg
 
 
 def check_combinations(args: argparse.Namespace) -> None:

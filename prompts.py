@@ -29,16 +29,16 @@ class Question:
 def read_prompt_file(path: Path) -> list[Question]:
     """.txt: a prompt a line, empty lines left out; .jsonl: objects with `prompt` (str) or `turns` (list of str)."""
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"{path}: '{path.suffix}' is no kind of prompt file; give .txt or .jsonl")
+        raise ConfigError(f"--prompts: {path}: '{path.suffix}' is no kind of prompt file; give .txt or .jsonl")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable ({error}); give a UTF-8 text file") from None
+        raise ConfigError(f"--prompts: {path}: not readable ({error}); give a UTF-8 text file") from None
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ConfigError(f"{path}: holds no prompts; give a file with at least one")
+        raise ConfigError(f"--prompts: {path}: holds no prompts; give a file with at least one")
     if path.suffix == ".txt":
-        return [Question(turns=(line.rstrip("\r"),)) for _, line in lines]
+        return [Question(turns=(line,)) for _, line in lines]
     return [Question(turns=read_turns(path, i, line)) for i, line in lines]
 
 
