@@ -85,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 def embedding(rows: int, size: int) -> nn.Embedding:
-    """Not initialised, as weights follow: on the meta device that alone would cost 75 MB (torch imports sympy for it)."""
+    """Not initialised, as weights follow: on the meta device that would import sympy, which is 75 MB."""
     return nn.Embedding.from_pretrained(torch.empty(rows, size))
 
 
@@ -195,7 +195,7 @@ class Transformer(nn.Module):
         self.positions.allocate(slots, self.norm.weight.device)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """tokens, positions (B, T) -> the last output, un-normed (B, T, D), and the aux states (B, T, n * D) or None."""
+        """tokens, positions (B, T) -> the last layer's output, un-normed (B, T, D), and aux states (B, T, n * D)."""
         x = self.embed(tokens)
         aux = []
         for i, (layer, where) in enumerate(zip(self.layers, self.positions(positions, x.dtype), strict=True)):

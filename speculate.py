@@ -156,8 +156,10 @@ def build_steps(target: Transformer, draft: nn.Module | None, state: State, comp
 
     calls = (prefill_chunk, one_round if state.K > 0 else plain_step, plain_step)
     if compiled:
-        mode = "reduce-overhead" if state.tokens.is_cuda else None
-        calls = (torch.compile(call, fullgraph=True, dynamic=False, mode=mode) for call in calls)
+        # inplace_buffers: torch 2.13's planner frees a torch.cat's memory while a piece of it lives on in place, so that
+        # the third drafted token came out wrong (the text stayed right: test_one_graph... compares proposals).
+        options = {"inplace_buffers": False, "triton.cudagraphs": state.tokens.is_cuda}
+        calls = (torch.compile(call, fullgraph=True, dynamic=False, options=options) for call in calls)
     return Steps(*calls)
 
 

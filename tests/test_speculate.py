@@ -3,12 +3,18 @@
 Acceptance and proposals are compared as well as tokens, because the target hides a broken draft."""
 
 import json
+import subprocess
+import sys
+from functools import partial
 
 import pytest
 import torch
 from conftest import FIXTURES, open_pair
+from safetensors.torch import load_file
 
-from speculate import Decoder, State, build_steps
+import speculate
+from sampling import verify_chain
+from speculate import PREFILL_CHUNK, Decoder, State, build_steps, cache_slots
 
 RUNS = json.loads((FIXTURES / "drafts/eagle3_trained/expected_runs.json").read_text())["runs"]
 
@@ -39,3 +45,265 @@ def test_golden_runs_round_by_round(run):
         assert ours.proposed == wanted["proposed"]
         kept = len(wanted["emitted"])  # an end inside the block cuts it
         assert (min(ours.accepted, kept), ours.emitted[:kept]) == (wanted["accepted"], wanted["emitted"])
+
+
+# ---- lossless
+
+PROMPT = [312, 39, 68, 75, 75, 78, 11, 220, 86, 289, 75, 67, 0]
+PAIRS = ["eagle3_trained", "eagle3_full_vocab", "eagle3_two_layers_mixed", "eagle3_31_defaults", "eagle3_qwen3_layer"]
+
+
+@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("K", [1, 2, 3, 5, 8])
+def test_greedy_output_is_plain_decoding_token_for_token(case, K):
+    """Whatever the draft: a trained one, random ones, and one that is always wrong or always right about nothing."""
+    target, draft = open_pair(FIXTURES / "drafts" / case)
+    prompt = [min(i, target.config.vocab_size - 1) for i in PROMPT]
+    plain, _ = greedy(make_decoder(target, None, 0), prompt, 40)
+    ours, rounds = greedy(make_decoder(target, draft, K), prompt, 40)
+    beside, _ = greedy(make_decoder(target, draft, K), prompt, 40, plain=True)  # --baseline: the same state, K = 0
+    assert ours == plain == beside
+    assert all(len(done.proposed) == K and done.accepted <= K for done in rounds)
+
+
+class Scripted(torch.nn.Module):
+    """A draft that proposes what it is told: the adversary, and the oracle."""
+
+    def __init__(self, target, answer, prompt_length):
+        super().__init__()
+        self.register_buffer("answer", torch.tensor(answer))
+        self.prompt_length = prompt_length
+
+    def prefill(self, tokens, aux, positions):
+        pass
+
+    def propose(self, tokens, aux, positions, last, K, pick):
+        newest = positions.gather(1, last[:, None]) - self.prompt_length + 1  # of the answer's tokens, the pending one
+        ahead = (newest + 1 + torch.arange(K)).clamp(max=len(self.answer) - 1)
+        return self.answer[ahead], None
+
+
+@pytest.mark.parametrize(("wrong", "accepted"), [(0, 3), (1, 0)])
+def test_an_oracle_is_always_accepted_and_an_adversary_never(wrong, accepted):
+    target, _ = open_pair(FIXTURES / "drafts/eagle3_trained")
+    plain, _ = greedy(make_decoder(target, None, 0), PROMPT, 60)
+    scripted = Scripted(target, [(token + wrong) % 320 for token in plain], len(PROMPT))
+    ours, rounds = greedy(make_decoder(target, scripted, 3), PROMPT, 40)
+    assert ours == plain[:40]
+    assert {done.accepted for done in rounds} == {accepted}
+
+
+@pytest.mark.parametrize("length", [1, 2, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 150])
+def test_prompts_of_any_length_round_by_round_as_if_read_in_one_piece(length, monkeypatch):
+    """Chunks, padding and the row between chunks: proposals and acceptance, not only tokens, equal one big chunk's."""
+    prompt = [(7 * i + 3) % 300 for i in range(length)]
+    pair = partial(open_pair, FIXTURES / "drafts/eagle3_trained")
+    ours = greedy(make_decoder(*pair(), 3), prompt, 30)
+    monkeypatch.setattr("speculate.PREFILL_CHUNK", length)
+    assert ours == greedy(make_decoder(*pair(), 3), prompt, 30)
+
+
+# ---- caches
+
+
+def test_a_second_prompt_and_stale_slots_change_nothing():
+    target, draft = open_pair(FIXTURES / "drafts/eagle3_trained")
+    fresh = greedy(make_decoder(target, draft, 3), PROMPT, 40)
+    decoder = make_decoder(target, draft, 3)
+    for module in (*target.modules(), *draft.modules()):
+        if hasattr(module, "k_cache"):
+            module.k_cache.fill_(50.0)
+            module.v_cache.fill_(-50.0)
+    greedy(decoder, PROMPT[::-1] * 9, 70)
+    assert greedy(decoder, PROMPT, 40) == fresh
+
+
+@pytest.mark.parametrize("plain_between", [False, True])
+@pytest.mark.parametrize("change", [0, 1, 5, 12])
+def test_a_kept_cache_drafts_like_a_fresh_one(plain_between, change):
+    """A conversation's next prompt shares a prefix with what the caches hold; the draft's rows are the delicate part:
+    those of the last round's tokens are not written yet, and a plain step writes none."""
+    target, draft = open_pair(FIXTURES / "drafts/eagle3_trained")
+    decoder = make_decoder(target, draft, 3)
+    ids, _ = greedy(decoder, PROMPT, 30)
+    if plain_between:
+        greedy(decoder, PROMPT, 30, plain=True)
+    said = decoder.ids[: len(decoder.ids) - change]
+    prompt = said + [300, 7, 8, 9]
+    kept = greedy(decoder, prompt, 30, keep=True)
+    assert kept == greedy(make_decoder(target, draft, 3), prompt, 30)
+
+
+def test_a_kept_cache_is_really_used():
+    target, draft = open_pair(FIXTURES / "drafts/eagle3_trained")
+    decoder = make_decoder(target, draft, 3)
+    greedy(decoder, PROMPT, 30)
+    assert decoder.reusable([*decoder.ids, 5]) >= len(decoder.ids) - 5
+    assert decoder.reusable(decoder.ids[:4]) == 3
+    assert decoder.reusable([9, *PROMPT]) == 0
+
+
+def test_the_last_round_stays_inside_the_cache():
+    """The caches have slots to spare for a round that looks past the end; index 511 takes padding only."""
+    assert [cache_slots(n, 3) for n in (1, 507, 508, 1019, 1020)] == [512, 512, 1024, 1024, 2048]
+    target, draft = open_pair(FIXTURES / "drafts/eagle3_trained")
+    decoder = make_decoder(target, draft, 3)
+    ids, _ = greedy(decoder, PROMPT, 507 - len(PROMPT))
+    assert ids == greedy(make_decoder(target, None, 0), PROMPT, 507 - len(PROMPT))[0]
+
+
+# ---- sampling
+
+
+def sample_many(case, K, rounds, batch, **sampling):
+    """`batch` sequences in one go: tokens (B, n) after PROMPT, how many of them are real (B,), and the target."""
+    target, draft = open_pair(FIXTURES / "drafts" / case, slots=64)
+    for module in (target, draft):
+        module.allocate(batch, 64)
+    width = target.config.hidden_size * len(target.aux_layer_ids)
+    state = State(batch, K, width, 64, torch.float32, torch.device("cpu"), **sampling)
+    prompt = torch.tensor(PROMPT).expand(batch, -1)
+    following = torch.cat((prompt[:, 1:], prompt[:, :1]), dim=1)
+    start, count = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), len(PROMPT))
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        state.uniforms.uniform_(generator=generator)
+        first, _ = speculate.prefill(target, draft, state, prompt, following, start, count)
+        tokens, length = torch.zeros(batch, 64, dtype=torch.int64), torch.ones(batch, dtype=torch.int64)
+        tokens[:, :1] = first
+        for _ in range(rounds):
+            state.uniforms.uniform_(generator=generator)
+            record = speculate.speculate(target, draft, state, K)
+            new = record[:, 1 : K + 1].clone() if K else record[:, :0]
+            new = torch.cat((new, record[:, -1:]), 1).scatter(1, record[:, :1], record[:, -1:])
+            tokens.scatter_(1, length[:, None] + torch.arange(K + 1), new)
+            length += record[:, 0] + 1
+    return tokens, length, target
+
+
+def chi_square_of_conditional_laws(tokens, length, target, position, **sampling):
+    """Given its prefix, each token's law is known exactly: its place in that law's running sum, at random within the
+    token's own share, is uniform on [0, 1). Returns chi-square over 20 bins. Tokens that the draft knows come first,
+    because a wrong test favours or neglects just these."""
+    batch = tokens.size(0)
+    target.allocate(batch, 64)
+    ids = torch.cat((torch.tensor(PROMPT).expand(batch, -1), tokens[:, :position]), dim=1)
+    with torch.inference_mode():
+        x, _ = target(ids, torch.arange(ids.size(1)).expand(batch, -1))
+        state = State(1, 0, 0, 64, torch.float32, torch.device("cpu"), **sampling)
+        probs = state.law(target.logits(x[:, -1]))
+    real = length > position
+    order = (probs[real] + KNOWN).argsort(descending=True)
+    ranked = probs[real].double().gather(1, order)
+    rank = (order == tokens[real, position, None]).int().argmax(-1, keepdim=True)
+    share = ranked.gather(1, rank)
+    assert (share > 0).all(), "a token outside the target's law was emitted"
+    below = ranked.cumsum(-1).gather(1, rank) - share
+    place = below + share * torch.rand(share.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    counts = (place * 20).long().clamp(max=19).flatten().bincount(minlength=20).double()
+    wanted = real.sum() / 20
+    return ((counts - wanted) ** 2 / wanted).sum().item()
+
+
+# 1 for the 64 ids in eagle3_trained's draft vocabulary, (V,).
+KNOWN = load_file(FIXTURES / "drafts/eagle3_trained/model.safetensors")["t2d"].float()
+LIMIT = 50.0  # chi-square with 19 degrees of freedom exceeds this once in 7000 times
+SAMPLING = [
+    ("eagle3_trained", {"temperature": 1.0}),  # this draft knows 64 of 320 tokens
+    ("eagle3_trained", {"temperature": 0.6}),
+    ("eagle3_trained", {"temperature": 1.3, "top_k": 8}),
+    ("eagle3_trained", {"temperature": 1.0, "top_p": 0.7}),
+    ("eagle3_trained", {"temperature": 0.9, "top_k": 20, "top_p": 0.8}),
+    ("eagle3_full_vocab", {"temperature": 0.9, "top_k": 20, "top_p": 0.8}),
+    ("eagle3_full_vocab", {"temperature": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("case", "sampling"), SAMPLING, ids=str)
+def test_sampled_tokens_follow_the_targets_law_after_several_rounds(case, sampling):
+    tokens, length, target = sample_many(case, 3, rounds=4, batch=2000, **sampling)
+    assert 5 < length.float().mean() < 17  # some drafts are accepted and some are not
+    for position in range(5):
+        assert chi_square_of_conditional_laws(tokens, length, target, position, **sampling) < LIMIT
+
+
+def test_the_chi_square_notices_a_wrong_residual(monkeypatch):
+    """The check can fail: after a rejection the plain target's law instead of the residual."""
+
+    def careless(draft_tokens, draft_probs, target_probs, u):
+        n, _ = verify_chain(draft_tokens, draft_probs, target_probs, u)
+        return n, target_probs.gather(1, n[:, None, None].expand(-1, 1, target_probs.size(-1))).squeeze(1)
+
+    monkeypatch.setattr(speculate, "verify_chain", careless)
+    tokens, length, target = sample_many("eagle3_trained", 3, rounds=2, batch=2000, temperature=1.0)
+    assert max(chi_square_of_conditional_laws(tokens, length, target, i, temperature=1.0) for i in (1, 2)) > 2 * LIMIT
+
+
+def test_plain_sampling_follows_the_law_too():
+    tokens, length, target = sample_many("eagle3_trained", 0, rounds=3, batch=2000, temperature=0.8)
+    for position in range(4):
+        assert chi_square_of_conditional_laws(tokens, length, target, position, temperature=0.8) < LIMIT
+
+
+def test_the_seed_restarts_with_every_prompt_and_matters():
+    target, draft = open_pair(FIXTURES / "drafts/eagle3_trained")
+    decoder = make_decoder(target, draft, 3, temperature=1.0, seed=5)
+    first = greedy(decoder, PROMPT, 30)
+    greedy(decoder, PROMPT[:5], 12)
+    assert greedy(decoder, PROMPT, 30) == first
+    assert greedy(make_decoder(target, draft, 3, temperature=1.0, seed=6), PROMPT, 30) != first
+
+
+# ---- one graph
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_one_graph_without_breaks_or_recompiles_that_drafts_and_decodes_as_eager_does(sampling):
+    """fullgraph=True raises at a graph break; graphs are counted over prompts of all lengths, and proposals compared:
+    with Inductor's inplace_buffers the third drafted token was wrong while the text stayed right."""
+    torch._dynamo.reset()
+    pair = partial(open_pair, FIXTURES / "drafts/eagle3_trained", slots=2048)
+    compiled = make_decoder(*pair(), 3, 2048, compiled=True, **sampling)
+    eager = make_decoder(*pair(), 3, 2048, **sampling)
+    arms = (False,) if sampling else (False, True)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled.warm_up(plain_too=not sampling)
+    warm = {name: dict(counter) for name, counter in counters.items()}
+    assert warm["stats"]["unique_graphs"] == 1 + len(arms)  # prefill, round, plain step
+    for length in (1, 7, 60, 300, 1000):
+        prompt = [(7 * i + 3) % 300 for i in range(length)]
+        for plain in arms:
+            assert greedy(compiled, prompt, 24, plain) == greedy(eager, prompt, 24, plain)
+    assert {name: dict(counter) for name, counter in counters.items() if counter} == {
+        k: v for k, v in warm.items() if v
+    }
+    assert not counters["graph_break"]
+
+
+PROCESS = """
+import sys
+sys.path[:0] = ["tests", "."]
+import torch
+from test_speculate import FIXTURES, greedy, make_decoder, open_pair
+import speculate
+length, budget = int(sys.argv[1]), int(sys.argv[2])
+slots = speculate.cache_slots(length + budget, 3)
+decoder = make_decoder(*open_pair(FIXTURES / "drafts/eagle3_trained", slots=slots), 3, slots, compiled=True)
+decoder.warm_up(plain_too=False)
+greedy(decoder, [i % 300 for i in range(length)], budget)
+counters = torch._dynamo.utils.counters
+print(slots, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+def test_a_second_process_with_another_prompt_and_budget_compiles_nothing_new():
+    def run(*arguments):
+        command = [sys.executable, "-c", PROCESS, *arguments]
+        done = subprocess.run(command, cwd=FIXTURES.parents[1], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [int(number) for number in done.stdout.split()]
+
+    slots, hits, misses = run("1000", "24")
+    assert (slots, hits + misses) == (2048, 2)
+    assert run("1100", "60") == [2048, 2, 0]
