@@ -156,8 +156,8 @@ def build_steps(target: Transformer, draft: nn.Module | None, state: State, comp
 
     calls = (prefill_chunk, one_round if state.K > 0 else plain_step, plain_step)
     if compiled:
-        # inplace_buffers: torch 2.13's planner frees a torch.cat's memory while a piece of it lives on in place, so that
-        # the third drafted token came out wrong (the text stayed right: test_one_graph... compares proposals).
+        # inplace_buffers: torch 2.13 frees a torch.cat's memory while a piece of it lives on in place, so that the third
+        # drafted token came out wrong (the text stayed right: test_one_graph... compares proposals).
         options = {"inplace_buffers": False, "triton.cudagraphs": state.tokens.is_cuda}
         calls = (torch.compile(call, fullgraph=True, dynamic=False, options=options) for call in calls)
     return Steps(*calls)
@@ -192,11 +192,11 @@ class Decoder:
         keep: reuses the cache rows of the longest common prefix with the previous sequence (a conversation)."""
         self.generator.manual_seed(self.seed)
         done = self.reusable(prompt) if keep else 0
+        self.refill()  # once, whatever the number of chunks: a kept cache must not change what is drawn
         device = self.state.tokens.device
         for begin in range(done, len(prompt), PREFILL_CHUNK):
             rows = prompt[begin : begin + PREFILL_CHUNK]
             following = prompt[begin + 1 : begin + 1 + PREFILL_CHUNK]
-            self.refill()
             where = torch.tensor([begin], device=device), torch.tensor([len(rows)], device=device)
             token, logits = self.steps.prefill(padded(rows, device), padded(following, device), *where)
         first = token.item()
