@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -91,9 +92,11 @@ def make_plan(args: argparse.Namespace) -> Plan:
         say(f"notice: {notice}")
     tokenizer = load_tokenizer(folder)
     raw = args.raw or tokenizer is None or not tokenizer.has_chat_template
+    if raw and not args.raw and tokenizer is not None:
+        say(f"notice: {target_name} has no chat template, so prompts go in as they are")
     questions = read_questions(args)
     if tokenizer is None and (args.stop or any(question.turns for question in questions) or not questions):
-        raise ConfigError(f"{folder}: tokenizer.json: there is no tokenizer; add one, or give --prompt_ids, no --stop")
+        raise ConfigError(f"{folder}: tokenizer.json: missing, and texts need it; add it, or give only --prompt_ids")
     if args.system is not None and raw:
         raise ConfigError(f"--system: {target_name} has no chat template to put it in; drop it")
     plan = Plan(args, speculator, target_name, target, tokenizer, raw, stop_token_ids(folder, tokenizer), questions)
@@ -122,11 +125,26 @@ def read_questions(args: argparse.Namespace) -> tuple[Question, ...]:
         chosen = read_prompt_file(args.prompts)[: args.limit]
         questions += [Question(turns=question.turns[:1]) for question in chosen] if args.first_turns else chosen
     questions += [Question(ids=prompt) for prompt in args.prompt_ids]
-    if not questions and not args.interactive and not sys.stdin.isatty():
-        questions = [Question(turns=(sys.stdin.read(),))]
     if any(not turn.strip() for question in questions for turn in question.turns):
         raise ConfigError("--prompt: is empty; give a text")
-    return tuple(questions)
+    if questions or args.interactive:
+        return tuple(questions)
+    if sys.stdin is not None and sys.stdin.isatty():
+        if args.json:
+            raise ConfigError("--json: does not go with a chat in the terminal; give --prompt or --prompts")
+        return ()
+    text = "" if sys.stdin is None else read_stdin(sys.stdin.read)  # None: closed by whoever started us
+    if not text.strip():
+        raise ConfigError("stdin: holds no prompt; give one there or with --prompt")
+    return (Question(turns=(text,)),)
+
+
+def read_stdin(read: Callable[[], str]) -> str:
+    """What sys.stdin.read or .readline returns; ConfigError for bytes that are no text."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"stdin: is not {error.encoding} text ({error.reason}); convert it") from None
 
 
 def plan_length(plan: Plan) -> int:
@@ -141,14 +159,17 @@ def plan_length(plan: Plan) -> int:
         prompts = question.prompts(plan.dialogue())
         if not prompts[0]:
             raise ConfigError(f"--prompt: prompt {i} has no tokens; give a text")
-        if not 0 <= min(prompts[0]) <= max(prompts[0]) < plan.target.vocab_size:
+        if not 0 <= min(prompts[-1]) <= max(prompts[-1]) < plan.target.vocab_size:
+            option = "--prompt_ids" if question.ids else f"{plan.target_name}: tokenizer"
+            fix = "correct them" if question.ids else "do these files belong to this target?"
             vocabulary = f"0..{plan.target.vocab_size - 1}, the target's vocabulary"
-            raise ConfigError(f"--prompt_ids: prompt {i} has ids outside {vocabulary}; correct them")
+            raise ConfigError(f"{option}: prompt {i} has ids outside {vocabulary}; {fix}")
         if len(prompts[0]) + args.max_new_tokens > limit:
             need = f"prompt {i} has {len(prompts[0])} tokens, with {args.max_new_tokens} new ones more than {limit}"
-            option, fix = ("--max_seq_len", "raise it") if args.max_seq_len else ("--max_new_tokens", "lower it")
+            option, fix = ("--max_seq_len", "raise it") if limit < context else ("--max_new_tokens", "lower it")
             raise ConfigError(f"{option}: {need}; {fix} or shorten the prompt")
-        longest = max(longest, len(prompts[-1]) + len(prompts) * args.max_new_tokens)
+        # An answer comes back as text in the next turn's prompt, where it may take more tokens than it was made of.
+        longest = max(longest, len(prompts[-1]) + (2 * len(prompts) - 1) * args.max_new_tokens)
     return args.max_seq_len or min(longest, context)
 
 
@@ -230,6 +251,18 @@ def load(plan: Plan) -> Decoder:
     return speculate.Decoder(speculate.build_steps(target, draft, state, args.compile), state, args.seed)
 
 
+def compile_steps(decoder: Decoder, plain_too: bool) -> float:
+    """Seconds spent. ConfigError where the machine has no C or C++ compiler: torch.compile needs one."""
+    from torch._inductor.exc import InductorError
+
+    try:
+        return decoder.warm_up(plain_too)
+    except InductorError as error:
+        if re.search(r"C(\+\+)? compiler", str(error)) is None:
+            raise
+        raise ConfigError("--compile: torch finds no C++ compiler; install g++, or give --no_compile") from None
+
+
 # ---- answering -------------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +285,7 @@ class Session:
             self.compare_with_plain(prompt, answer)
         say(f"[{answer.finish_reason}] {answer.prompt_tokens} prompt tokens; {describe(totals([answer], self.plan.K))}")
         if answer.baseline:
-            say(describe_baseline(answer.baseline))
+            say(describe_baseline(answer.baseline, sampled=args.temperature > 0))
         return answer
 
     def decode(
@@ -336,7 +369,7 @@ class Session:
         dialogue = self.plan.dialogue()
         while True:
             print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            line = read_stdin(sys.stdin.readline)
             if not line:
                 return
             if not line.strip():
@@ -374,7 +407,7 @@ def run(plan: Plan, answers: list[Answer]) -> None:
     say(f"target {plan.target_name}: {plan.target.model_type}, {dtype} on {device}, loaded in {load_seconds:.1f} s")
     if args.compile:
         say("compiling: minutes the first time, later runs reuse it ...")
-        compile_seconds = decoder.warm_up(plain_too=args.baseline and plan.K > 0)
+        compile_seconds = compile_steps(decoder, plain_too=args.baseline and plan.K > 0)
         say(f"compiled in {compile_seconds:.1f} s")
     session = Session(plan, decoder, answers)
     for question in plan.questions:

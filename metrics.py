@@ -99,11 +99,13 @@ def describe(numbers: dict) -> str:
     return line + (f"; {numbers['speedup']:.2f} x plain decoding" if "speedup" in numbers else "")
 
 
-def describe_baseline(baseline: dict) -> str:
-    """One line for people: is speculation the same text?"""
+def describe_baseline(baseline: dict, sampled: bool = False) -> str:
+    """One line for people: is it the same text? Sampled answers have the same law, not the same tokens."""
     parted = baseline["first_divergence"]
     same = "the same tokens"
-    if parted is not None:
+    if sampled:
+        same = "sampled from the same law"
+    elif parted is not None:
         margin = f"where the target's two best logits are {parted['margin']:.4f} apart"
         same = f"other tokens from {parted['index']} on, {margin}"
     return f"plain decoding: {baseline['tokens_per_second']:.1f} tok/s, {same}"
