@@ -7,7 +7,6 @@ No maths, no config fields, no tokenization here. File format: https://github.co
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from speculators_config import ConfigError, DecoderConfig, SpeculatorConfig
+from speculators_config import ConfigError, DecoderConfig, SpeculatorConfig, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -64,16 +63,16 @@ def open_checkpoint(name: str, role: str) -> Path:
     return _download(name, role, SMALL_FILES, revision=None)
 
 
-def fetch_weights(name: str, role: str) -> Path:
-    """The same folder with its weights: from the Hub the index's shards, else model.safetensors, and no other copy.
+def fetch_weights(folder: Path, name: str, role: str) -> Path:
+    """Adds the weights to what open_checkpoint(name, role) returned: from the Hub the index's shards, of the same
+    commit, else model.safetensors, and no other copy.
 
     What the cache holds is not fetched again, so a complete cache serves offline. Raises as open_checkpoint does.
     """
-    folder = open_checkpoint(name, role)
     if os.path.isdir(os.path.expanduser(name)):
         return folder
     files = set(_weight_map(folder).values()) if (folder / INDEX).exists() else {WEIGHTS}
-    return _download(name, role, files, revision=folder.name)  # of the same commit as the index
+    return _download(name, role, files, revision=folder.name)
 
 
 def _download(name: str, role: str, files: Iterable[str], revision: str | None) -> Path:
@@ -160,11 +159,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def _weight_map(folder: Path) -> dict[str, str]:
     """tensor -> file, from the index. Files are plain names: none outside the folder, no wildcards to download by."""
     path = folder / INDEX
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error}); fetch the folder again") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{path}: weight_map: not a table from tensors to files; fetch the folder again")
     for name, file in weight_map.items():
@@ -195,11 +190,12 @@ def load_weights(
     tolerated: Iterable[str] = (),
     device: torch.device | str,
     dtype: torch.dtype,
-) -> None:
+) -> list[str]:
     """Fills a module built on the meta device, strictly both ways; everything is checked before a weight is read.
 
     names: our parameter or buffer -> the stored tensors that make it, one below the other (dim 0). Nothing else may be
-    stored, but for names that a regex of `tolerated` matches whole. Floats become `dtype`, integers and bools stay.
+    stored, but for names that a regex of `tolerated` matches whole; those are returned, unread. Floats become `dtype`,
+    integers and bools stay.
     Tied parameters stay tied, none requires a gradient; non-persistent buffers without a name here are left alone.
     Raises ConfigError: a tensor missing or left over, a shape or dtype that does not fit.
     """
@@ -231,6 +227,8 @@ def load_weights(
         if id(slot) in made:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, made[id(slot)])
+    used = {part for parts in names.values() for part in parts}
+    return [name for name in stored if name not in used]
 
 
 def _check_fit(

@@ -66,8 +66,9 @@ class Eagle3(nn.Module):
         if self.d2t is not None:
             ids = self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.d2t.device))
             low, high = ids.min().item(), ids.max().item()
-            sound = low >= 0 and high < self.config.target_vocab_size and ids.unique().numel() == ids.numel()
-            if not sound or (self.t2d is not None and not self.t2d[ids].all()):
+            known = min(self.config.target_vocab_size, self.config.layer.vocab_size)
+            sound = low >= 0 and high < known and ids.unique().numel() == ids.numel()
+            if not sound or (self.t2d is not None and not (self.t2d[ids].all() and self.t2d.sum() == ids.numel())):
                 wrong = f"its offsets lead to ids {low}..{high}, against t2d, the target's vocabulary or each other"
                 raise ConfigError(f"{self.config.folder}: d2t: {wrong}; the file may hold absolute ids")
             if not self.d2t.any():

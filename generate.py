@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convert_hf_checkpoint import (
@@ -62,6 +63,7 @@ class Plan:
     args: argparse.Namespace
     speculator: SpeculatorConfig | None
     target_name: str
+    target_folder: Path
     target: DecoderConfig
     tokenizer: Tokenizer | None
     raw: bool
@@ -88,6 +90,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if speculator:
         speculator = fit_to_target(speculator, target)
         say(f"speculator {args.speculator}: {speculator.algorithm}, {', '.join(speculator.chosen)}")
+    if args.dtype == "auto" and target.dtype is None:
+        target_notices = (*target_notices, f"{folder / 'config.json'}: dtype: absent, bfloat16 assumed")
     for notice in (*notices, *target_notices):
         say(f"notice: {notice}")
     tokenizer = load_tokenizer(folder)
@@ -97,11 +101,14 @@ def make_plan(args: argparse.Namespace) -> Plan:
     questions = read_questions(args)
     if tokenizer is None and (args.stop or any(question.turns for question in questions) or not questions):
         raise ConfigError(f"{folder}: tokenizer.json: missing, and texts need it; add it, or give only --prompt_ids")
+    if args.system is not None and questions and not any(question.turns for question in questions):
+        raise ConfigError("--system: --prompt_ids are taken as they are; drop it")
     if args.system is not None and raw:
         raise ConfigError(f"--system: {target_name} has no chat template to put it in; drop it")
-    plan = Plan(args, speculator, target_name, target, tokenizer, raw, stop_token_ids(folder, tokenizer), questions)
+    stop_ids = stop_token_ids(folder, tokenizer)
+    plan = Plan(args, speculator, target_name, folder, target, tokenizer, raw, stop_ids, questions)
     plan = replace(plan, max_seq_len=plan_length(plan))
-    if speculator and speculator.layer.context < plan.max_seq_len:
+    if plan.K > 0 and speculator.layer.context < plan.max_seq_len:
         say(f"notice: the draft's context is {speculator.layer.context} tokens; past it acceptance may fall")
     return plan
 
@@ -127,13 +134,15 @@ def read_questions(args: argparse.Namespace) -> tuple[Question, ...]:
     questions += [Question(ids=prompt) for prompt in args.prompt_ids]
     if any(not turn.strip() for question in questions for turn in question.turns):
         raise ConfigError("--prompt: is empty; give a text")
-    if questions or args.interactive:
+    if questions:
         return tuple(questions)
-    if sys.stdin is not None and sys.stdin.isatty():
+    if sys.stdin is None:
+        raise ConfigError("stdin: is closed; give a prompt with --prompt")
+    if args.interactive or sys.stdin.isatty():
         if args.json:
             raise ConfigError("--json: does not go with a chat in the terminal; give --prompt or --prompts")
         return ()
-    text = "" if sys.stdin is None else read_stdin(sys.stdin.read)  # None: closed by whoever started us
+    text = read_stdin(sys.stdin.read)
     if not text.strip():
         raise ConfigError("stdin: holds no prompt; give one there or with --prompt")
     return (Question(turns=(text,)),)
@@ -200,21 +209,23 @@ def choose_dtype(name: str, target: DecoderConfig) -> torch.dtype:
     return getattr(torch, dtypes[name])
 
 
-def load_target(name: str, config: DecoderConfig, aux_layer_ids: tuple[int, ...], device, dtype) -> Transformer:
-    """The target with its weights, handing out the states at aux_layer_ids. name: folder or Hub repo."""
+def load_target(
+    folder: Path, config: DecoderConfig, aux_layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> Transformer:
+    """The target with its weights, handing out the states at aux_layer_ids."""
     import torch
 
     from model import Transformer
 
-    stored = stored_tensors(fetch_weights(name, "target"))
+    stored = stored_tensors(folder)
     names = target_names(config, stored)
     with torch.device("meta"):
         target = Transformer(config, aux_layer_ids, tied="head.weight" not in names)
-    load_weights(target, names, stored, tolerated=TOLERATED, device=device, dtype=dtype)
+    say_ignored(load_weights(target, names, stored, tolerated=TOLERATED, device=device, dtype=dtype))
     return target.eval()
 
 
-def load_draft(name: str, config: SpeculatorConfig, target: Transformer) -> nn.Module:
+def load_draft(config: SpeculatorConfig, target: Transformer) -> nn.Module:
     """The draft with its weights, in the target's dtype and on its device; what it does not hold it shares."""
     import torch
 
@@ -222,16 +233,21 @@ def load_draft(name: str, config: SpeculatorConfig, target: Transformer) -> nn.M
 
     drafts = {"eagle3": (eagle3.Eagle3, eagle3_names)}  # algorithm -> its module, and the names of its tensors
     build, name_tensors = drafts[config.algorithm]
-    stored = draft_tensors(stored_tensors(fetch_weights(name, "speculator")))
+    stored = draft_tensors(stored_tensors(config.folder))
     config, names = name_tensors(config, stored)
     with torch.device("meta"):
         draft = build(config, own=names)
     weight = target.norm.weight
-    load_weights(draft, names, stored, tolerated=TOLERATED, device=weight.device, dtype=weight.dtype)
+    say_ignored(load_weights(draft, names, stored, tolerated=TOLERATED, device=weight.device, dtype=weight.dtype))
     draft.settle(target.embed, target.head)
     owner = {True: "its own", False: "the target's"}
     say(f"draft: {owner['embed.weight' in names]} embedding, {owner['head.weight' in names]} head")
     return draft.eval()
+
+
+def say_ignored(names: list[str]) -> None:
+    if names:
+        say(f"notice: stored but not needed: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
 
 
 def load(plan: Plan) -> Decoder:
@@ -241,9 +257,12 @@ def load(plan: Plan) -> Decoder:
     args, K = plan.args, plan.K
     device, dtype = choose_device(args.device), choose_dtype(args.dtype, plan.target)
     aux_layer_ids = plan.speculator.aux_layer_ids if K > 0 else ()
-    target = load_target(plan.target_name, plan.target, aux_layer_ids, device, dtype)
-    draft = load_draft(args.speculator, plan.speculator, target) if K > 0 else None
-    slots = speculate.cache_slots(plan.max_seq_len, K)
+    folder = fetch_weights(plan.target_folder, plan.target_name, "target")
+    if K > 0:
+        fetch_weights(plan.speculator.folder, args.speculator, "speculator")
+    target = load_target(folder, plan.target, aux_layer_ids, device, dtype)
+    draft = load_draft(plan.speculator, target) if K > 0 else None
+    slots = speculate.cache_slots(plan.max_seq_len)
     for module in filter(None, (target, draft)):
         module.allocate(1, slots)
     width = len(aux_layer_ids) * plan.target.hidden_size
@@ -253,14 +272,21 @@ def load(plan: Plan) -> Decoder:
 
 def compile_steps(decoder: Decoder, plain_too: bool) -> float:
     """Seconds spent. ConfigError where the machine has no C or C++ compiler: torch.compile needs one."""
-    from torch._inductor.exc import InductorError
-
     try:
         return decoder.warm_up(plain_too)
-    except InductorError as error:
+    except RuntimeError as error:  # the base of what Inductor and Triton raise
         if re.search(r"C(\+\+)? compiler", str(error)) is None:
             raise
         raise ConfigError("--compile: torch finds no C++ compiler; install g++, or give --no_compile") from None
+
+
+def graphs_active(device: str) -> str:
+    """On CUDA: are the compiled calls replayed as graphs? Inductor skips what it cannot record, without a word."""
+    if device != "cuda":
+        return ""
+    from torch._dynamo.utils import counters
+
+    return f", CUDA graphs {'only in part' if counters['inductor']['cudagraph_skips'] else 'active'}"
 
 
 # ---- answering -------------------------------------------------------------------------------------------------------
@@ -305,27 +331,24 @@ class Session:
                 answer.finish_reason = "stop"
             elif len(answer.token_ids) == budget:
                 answer.finish_reason = "length"
-            show(text + stream.finish() if answer.finish_reason else text)
-
-        def show(text: str) -> None:
-            answer.text += text
-            if text:
-                emit(text)
+            answer.text += text + stream.finish() if answer.finish_reason else text
 
         began = time.perf_counter()
         take(self.decoder.start(prompt, keep)[0])
         answer.prefill_seconds = time.perf_counter() - began
-        began = time.perf_counter()
+        emit(answer.text)
         while answer.finish_reason is None:
+            began = time.perf_counter()
             done = self.decoder.round(plain)
-            before = len(answer.token_ids)
+            before, shown = len(answer.token_ids), len(answer.text)
             for token in done.emitted:
                 if answer.finish_reason is None:
                     take(token)
             kept = len(answer.token_ids) - before
             if done.proposed:  # tokens that were cut did not reach the output: they are not accepted either
                 answer.rounds.append(replace(done, accepted=min(done.accepted, kept), emitted=done.emitted[:kept]))
-            answer.decode_seconds = time.perf_counter() - began
+            answer.decode_seconds += time.perf_counter() - began
+            emit(answer.text[shown:])  # outside the clock: a slow terminal is not a slow model
 
     def compare_with_plain(self, prompt: list[int], answer: Answer) -> None:
         """Decodes the prompt plainly, in the same process with the same code, into answer.baseline."""
@@ -408,7 +431,7 @@ def run(plan: Plan, answers: list[Answer]) -> None:
     if args.compile:
         say("compiling: minutes the first time, later runs reuse it ...")
         compile_seconds = compile_steps(decoder, plain_too=args.baseline and plan.K > 0)
-        say(f"compiled in {compile_seconds:.1f} s")
+        say(f"compiled in {compile_seconds:.1f} s{graphs_active(device)}")
     session = Session(plan, decoder, answers)
     for question in plan.questions:
         session.converse(question)

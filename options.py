@@ -61,7 +61,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="IDS",
         help="layers whose input feeds the draft (default: the config's)",
     )
-    add("--draft_rope_theta", type=number(float, 1), metavar="F", help="default: the config's")
+    add("--draft_rope_theta", type=number(float, 1, above=True), metavar="F", help="default: the config's")
     add("--norm_before_residual", choices=("true", "false"), help="default: the config's")
 
 
@@ -82,7 +82,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling and stopping").add_argument
     add("--max_new_tokens", type=number(int, 1), default=256, metavar="N", help="of each answer (default: %(default)s)")
     add("--temperature", type=number(float, 0), default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--top_k", type=number(int, 1), metavar="K", help="sample among the K most likely tokens")
+    add("--top_k", type=number(int, 1, 2**31 - 1), metavar="K", help="sample among the K most likely tokens")
     share = number(float, 0, 1, above=True)
     add("--top_p", type=share, metavar="P", help="sample among the likeliest tokens that together hold P")
     add(
@@ -112,24 +112,25 @@ def underscored(arg: str) -> str:
 
 def check_combinations(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that contradict each other or would have no effect."""
+    plain = args.speculator is None
     asked = args.prompt or args.prompts or args.prompt_ids
-    draft_options = args.aux_layer_ids or args.draft_rope_theta or args.norm_before_residual
-    complaints = {
-        "--speculator: missing; give one, or --target alone to decode plainly": not (args.speculator or args.target),
-        "--num_speculative_tokens: needs a draft; give --speculator": args.num_speculative_tokens
-        and not args.speculator,
-        "--aux_layer_ids, --draft_rope_theta, --norm_before_residual: need a draft; give --speculator": draft_options
-        and not args.speculator,
-        "--interactive: takes its prompts from the terminal; drop the others": args.interactive and asked,
-        "--interactive: does not go with --json; drop one of them": args.interactive and args.json,
-        "--trace: is part of the JSON; add --json": args.trace and not args.json,
-        "--system: needs the chat template; drop --raw": args.system is not None and args.raw,
-        "--stop: is empty; give a text": "" in args.stop,
-        "--limit, --first_turns: choose from a file; give --prompts": (args.limit or args.first_turns)
-        and not args.prompts,
-        "WORLD_SIZE: several processes are not implemented; run one": os.environ.get("WORLD_SIZE", "1")
-        not in ("", "1"),
-    }
-    for message, applies in complaints.items():
+    filtered = args.limit or args.first_turns
+    for applies, message in (
+        (plain and args.target is None, "--speculator: missing; give one, or --target alone to decode plainly"),
+        (plain and args.num_speculative_tokens, "--num_speculative_tokens: needs a draft; give --speculator"),
+        (plain and args.aux_layer_ids, "--aux_layer_ids: needs a draft; give --speculator"),
+        (plain and args.draft_rope_theta, "--draft_rope_theta: needs a draft; give --speculator"),
+        (plain and args.norm_before_residual, "--norm_before_residual: needs a draft; give --speculator"),
+        (args.interactive and asked, "--interactive: takes its prompts from the terminal; drop the others"),
+        (args.interactive and args.json, "--interactive: does not go with --json; drop one of them"),
+        (args.trace and not args.json, "--trace: is part of the JSON; add --json"),
+        (args.system is not None and args.raw, "--system: needs the chat template; drop --raw"),
+        ("" in args.stop, "--stop: is empty; give a text"),
+        (filtered and not args.prompts, "--limit, --first_turns: choose from a file; give --prompts"),
+        (
+            os.environ.get("WORLD_SIZE", "1") not in ("", "1"),
+            "WORLD_SIZE: several processes are not implemented; run one",
+        ),
+    ):
         if applies:
             raise ConfigError(message)

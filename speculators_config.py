@@ -79,6 +79,7 @@ class SpeculatorConfig:
     target_hidden_size: int
     target_vocab_size: int
     aux_layer_ids: tuple[int, ...] | None  # None: the default, which needs the target's number of layers
+    aux_source: str  # config | default | --aux_layer_ids
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -119,11 +120,13 @@ class Fields:
         return Fields(self.path, self.get(key, dict, default), f"{self.prefix}{key}.")
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; ConfigError where there is none."""
+def read_json(path: Path, optional: bool = False) -> dict:
+    """The object in a JSON file; ConfigError where there is none. optional: {} where there is no file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if optional:
+            return {}
         wrong = "there is no such file"
         raise ConfigError(f"{path.parent}: {path.name}: {wrong}; give the folder or Hub repo of a checkpoint") from None
     except (OSError, ValueError) as error:
@@ -155,8 +158,12 @@ def read_rope(fields: Fields) -> tuple[Rope, tuple[str, ...]]:
     for part in (fields, scaling):
         if part.get("partial_rotary_factor", float, 1.0) != 1.0:
             raise part.error("partial_rotary_factor", "is not implemented unless it is 1", "use another checkpoint")
-    theta = scaling.get("rope_theta", float, None, 1.0) or fields.get("rope_theta", float, None, 1.0)
-    notices = ()
+    thetas = [theta for part in (scaling, fields) if (theta := part.get("rope_theta", float, None, 1.0)) is not None]
+    if len(set(thetas)) > 1:
+        raise fields.error(
+            "rope_theta", f"is {thetas[1]:g} here and {thetas[0]:g} in its scaling", "remove the wrong one"
+        )
+    theta, notices = thetas[0] if thetas else None, ()
     if theta is None:
         theta, notices = 10000.0, (f"{fields.path}: {fields.prefix}rope_theta: absent, 10000 assumed",)
     if kind == "default":
@@ -291,7 +298,8 @@ def read_flags(fields: Fields, norm_before_residual: bool | None) -> tuple[dict[
     """The four switches of EAGLE-3's forward, with what to tell people; an unknown switch that is on is refused."""
     known = FLAGS + HARMLESS
     for key, value in fields.raw.items():
-        if value is True and key not in known or value and key in ("eagle_config", "dflash_config"):
+        unknown = value is True and key not in known and not key.startswith("_")  # _: transformers' own bookkeeping
+        if unknown or (value and key in ("eagle_config", "dflash_config")):
             raise fields.error(key, "is not implemented", "use a checkpoint without it, or a newer generate.py")
     flags = {key: fields.get(key, bool, False) for key in FLAGS}
     source, notices = "config", []
@@ -348,8 +356,6 @@ def read_speculator(
     if file_ids is not None and not all(type(i) is int for i in file_ids):
         raise fields.error("eagle_aux_hidden_state_layer_ids", f"{file_ids} are not layer numbers", "correct the file")
     ids = aux_layer_ids or (tuple(file_ids) if file_ids else None)
-    source = "--aux_layer_ids" if aux_layer_ids else "config" if ids else "default"
-    chosen.append(f"aux layers {','.join(map(str, ids)) if ids else '2,N/2,N-3'} ({source})")
     return SpeculatorConfig(
         folder=folder,
         algorithm=algorithm,
@@ -359,6 +365,7 @@ def read_speculator(
         target_hidden_size=fields.get("target_hidden_size", int, layer.hidden_size, 1),
         target_vocab_size=layer.vocab_size,  # until fit_to_target: some targets pad theirs
         aux_layer_ids=ids,
+        aux_source="--aux_layer_ids" if aux_layer_ids else "config" if ids else "default",
         layer=layer,
         chosen=tuple(chosen),
         notices=tuple(notices),
@@ -394,6 +401,10 @@ def fit_to_target(config: SpeculatorConfig, target: DecoderConfig) -> Speculator
     n = target.n_layer
     ids = config.aux_layer_ids or (2, n // 2, n - 3)
     if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > n:
+        field = f"{path}: eagle_aux_hidden_state_layer_ids"
+        option = config.aux_source == "--aux_layer_ids"
+        where, fix = ("--aux_layer_ids", "give others") if option else (field, "give others with --aux_layer_ids")
         wrong = f"{list(ids)} are not ascending layers between 0 and {n}, the target's number of layers"
-        raise ConfigError(f"{path}: eagle_aux_hidden_state_layer_ids: {wrong}; give others with --aux_layer_ids")
-    return replace(config, aux_layer_ids=tuple(ids), target_vocab_size=target.vocab_size)
+        raise ConfigError(f"{where}: {wrong}; {fix}")
+    chosen = (*config.chosen, f"aux layers {','.join(map(str, ids))} ({config.aux_source})")
+    return replace(config, aux_layer_ids=tuple(ids), target_vocab_size=target.vocab_size, chosen=chosen)

@@ -19,7 +19,7 @@ import tiktoken
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from speculators_config import ConfigError
+from speculators_config import ConfigError, read_json
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -89,8 +89,7 @@ class TextStream:
     Without a tokenizer every token's text is empty."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = ()):
-        if "" in stops:
-            raise ConfigError("--stop: text: is empty; give at least one character")
+        assert "" not in stops, f"an empty stop text among {stops}"
         self.token_bytes = tokenizer.codec.token_bytes if tokenizer else lambda token_id: b""
         self.strip_space = tokenizer is not None and tokenizer.codec.strips_space
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # holds the bytes of an unfinished character
@@ -127,8 +126,12 @@ class TextStream:
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer in a checkpoint's folder; None where there is neither tokenizer.json nor tokenizer.model.
     ConfigError for files that cannot be read."""
-    config = {key: value for key, value in read_json(folder / "tokenizer_config.json").items() if value is not None}
-    config = read_json(folder / "special_tokens_map.json") | config
+    config = {
+        key: value
+        for key, value in read_json(folder / "tokenizer_config.json", optional=True).items()
+        if value is not None
+    }
+    config = read_json(folder / "special_tokens_map.json", optional=True) | config
     # A name is "<s>" or {"content": "<s>", ...}; add_bos_token and the like are booleans.
     tokens = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))}
     names = {key: value if isinstance(value, str) else value.get("content", "") for key, value in tokens.items()}
@@ -225,7 +228,8 @@ def sentencepiece_codec(path: Path, data: bytes, config: dict) -> Codec:
     except RuntimeError as error:
         raise damaged(path, "tokenizer", "is neither a SentencePiece model nor base64 ranks") from error
     size = library.get_piece_size()
-    added = [*map(int, config.get("added_tokens_decoder", {})), *read_json(path.parent / "added_tokens.json").values()]
+    added_tokens = read_json(path.parent / "added_tokens.json", optional=True)
+    added = [*map(int, config.get("added_tokens_decoder", {})), *added_tokens.values()]
     if max(added, default=0) >= size:
         problem = f"{path}: vocabulary: tokenizer_config.json or added_tokens.json adds to its {size} tokens"
         raise ConfigError(f"{problem}, which is not implemented; save this tokenizer as tokenizer.json")
@@ -285,7 +289,7 @@ def read_chat_template(folder: Path) -> tuple[str | None, Path | None]:
     if (path := folder / "chat_template.jinja").exists():
         return path.read_text(encoding="utf-8", errors="replace"), path
     for path in (folder / "chat_template.json", folder / "tokenizer_config.json"):
-        template = read_json(path).get("chat_template")
+        template = read_json(path, optional=True).get("chat_template")
         if isinstance(template, list):  # [{"name": ..., "template": ...}, ...]
             named = {entry.get("name"): entry.get("template") for entry in template}
             if "default" not in named:
@@ -324,27 +328,12 @@ def stop_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The ids that end an answer: `eos_token_id` of config.json and generation_config.json, and the tokenizer's EOS."""
     ids = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
     for path in (folder / "config.json", folder / "generation_config.json"):
-        config = read_json(path)
-        for part in (config, config.get("text_config") or {}):  # where multi-modal targets keep the language model
-            value = part.get("eos_token_id")
-            found = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(type(token_id) is int for token_id in found):
-                raise ConfigError(f"{path}: eos_token_id: {value!r} is not an id, a list of ids or null; correct it")
-            ids.update(found)
+        value = read_json(path, optional=True).get("eos_token_id")
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token_id) is int for token_id in found):
+            raise ConfigError(f"{path}: eos_token_id: {value!r} is not an id, a list of ids or null; correct it")
+        ids.update(found)
     return frozenset(ids)
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; {} where there is no file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise damaged(path, "JSON", one_line(error)) from error
-    if not isinstance(data, dict):
-        raise damaged(path, "JSON", "is not an object")
-    return data
 
 
 def require_unicode(text: str) -> None:

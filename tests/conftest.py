@@ -25,7 +25,9 @@ def expected(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def open_target(folder: Path, aux_layer_ids=(), slots: int = 512):
-    target = generate.load_target(str(folder), read_target(folder)[0], tuple(aux_layer_ids), "cpu", torch.float32)
+    target = generate.load_target(
+        folder, read_target(folder)[0], tuple(aux_layer_ids), torch.device("cpu"), torch.float32
+    )
     target.allocate(1, slots)
     return target
 
@@ -37,6 +39,6 @@ def open_pair(folder: Path, slots: int = 512, **options):
     target_config, _ = read_target(Path(name))
     config = fit_to_target(config, target_config)
     target = open_target(Path(name), config.aux_layer_ids, slots)
-    draft = generate.load_draft(str(folder), config, target)
+    draft = generate.load_draft(config, target)
     draft.allocate(1, slots)
     return target, draft

@@ -52,7 +52,9 @@ def accepted_per_position(given, K=3):
 @torch.inference_mode()
 def test_target_equals_transformers_on_the_demo_prompt(plan):
     want = load_file(FIXTURES / "demo/target_check.safetensors")
-    target = generate.load_target(str(TARGET), plan.target, plan.speculator.aux_layer_ids, "cpu", torch.float32)
+    target = generate.load_target(
+        TARGET, plan.target, plan.speculator.aux_layer_ids, torch.device("cpu"), torch.float32
+    )
     target.allocate(1, 512)
     ids = want["input_ids"]
     x, aux = target(ids, torch.arange(ids.size(1))[None])

@@ -44,7 +44,8 @@ from convert_hf_checkpoint import fetch_weights, open_checkpoint, stored_tensors
 from speculators_config import ConfigError
 for call, name, role in json.loads(sys.argv[1]):
     try:
-        folder = {"open": open_checkpoint, "fetch": fetch_weights}[call](name, role)
+        folder = open_checkpoint(name, role)
+        folder = fetch_weights(folder, name, role) if call == "fetch" else folder
         print(folder.name, len(stored_tensors(folder)) if call == "fetch" else sorted(p.name for p in folder.iterdir()))
     except ConfigError as error:
         print(f"error: {error}")

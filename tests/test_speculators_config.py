@@ -275,12 +275,14 @@ def test_speculative_tokens(methods, named, option, K, source, tmp_path):
     [
         ({}, (1, 2), (1, 2), "aux layers 1,2 (--aux_layer_ids)"),
         ({}, None, (2, 4, 5), "aux layers 2,4,5 (config)"),
-        ({AUX: ...}, None, None, "aux layers 2,N/2,N-3 (default)"),
-        ({AUX: None}, None, None, "aux layers 2,N/2,N-3 (default)"),
+        ({AUX: ...}, None, (2, 4, 5), "aux layers 2,4,5 (default)"),
+        ({AUX: None}, None, (2, 4, 5), "aux layers 2,4,5 (default)"),
     ],
 )
 def test_aux_layer_ids(edits, option, ids, words, tmp_path):
+    """N is known with the target, of 8 layers."""
     config = read_speculator(edited(tmp_path, TRAINED, edits), aux_layer_ids=option)
+    config = fit_to_target(config, read_target(FIXTURES / "targets/llama_gqa")[0])
     assert config.aux_layer_ids == ids
     assert words in config.chosen
 
