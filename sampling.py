@@ -35,9 +35,11 @@ def law(logits: Tensor, temperature: Tensor, top_k: Tensor | None = None, top_p:
 def draw(probs: Tensor, u: Tensor) -> Tensor:
     """Inverse transform: probs (..., V), not necessarily of sum 1, and u (...) in [0, 1) -> token ids (...).
 
-    A token of probability 0 is never drawn, whatever the rounding of the running sum."""
-    sums = probs.cumsum(-1)
-    reach = u.unsqueeze(-1) * (sums[..., -1:] * (1 - 1e-6))  # stays below the last sum also after rounding
+    Sums run in u's precision: with fp64 also the rarest of 128k tokens keep their share. A token of probability 0 is
+    never drawn, whatever the rounding."""
+    sums = probs.to(u.dtype).cumsum(-1)
+    below = 1 - 4 * torch.finfo(u.dtype).eps  # keeps `reach` under the last sum also after rounding
+    reach = u.unsqueeze(-1) * (sums[..., -1:] * below)
     return ((sums > reach) & (probs > 0)).int().argmax(-1)  # the first of them
 
 

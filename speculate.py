@@ -20,15 +20,16 @@ from model import Transformer
 from sampling import draw, law, verify_chain, verify_greedy
 
 PREFILL_CHUNK = 64  # rows: prompts are cut into chunks of this size, so that no length compiles anything new
-SMALLEST_CACHE = 512  # slots: caches come in sizes 512 * 2^n, so that other prompts and budgets compile nothing new
+SMALLEST_CACHE = 512  # tokens: caches come in sizes 512 * 2^n, so that other prompts and budgets compile nothing new
+SPARE_SLOTS = 128  # a round looks K + 1 past the end, and the last slot takes padding
 
 
-def cache_slots(max_seq_len: int, K: int) -> int:
-    """Slots to allocate for `max_seq_len` tokens: a round looks K+1 past the end, and the last slot takes padding."""
-    slots = SMALLEST_CACHE
-    while slots < max_seq_len + K + 2:
-        slots *= 2
-    return slots
+def cache_slots(max_seq_len: int) -> int:
+    """Slots to allocate for `max_seq_len` tokens."""
+    tokens = SMALLEST_CACHE
+    while tokens < max_seq_len:
+        tokens *= 2
+    return tokens + SPARE_SLOTS
 
 
 class State(nn.Module):
@@ -49,18 +50,22 @@ class State(nn.Module):
         top_p: float | None = None,
     ):
         super().__init__()
+        assert K + 2 <= SPARE_SLOTS, f"K = {K} with {SPARE_SLOTS} spare slots"
         self.K, self.slots, self.greedy = K, slots, temperature == 0
         self.register_buffer("tokens", torch.zeros(batch, K + 1, dtype=torch.int64, device=device))
         self.register_buffer("aux", torch.zeros(batch, K + 1, aux_width, dtype=dtype, device=device))
         self.register_buffer("count", torch.ones(batch, dtype=torch.int64, device=device))
         self.register_buffer("length", torch.zeros(batch, dtype=torch.int64, device=device))  # L above
         # K to draw drafts, K to accept them, one for the token after them; refilled before each call.
-        self.register_buffer("uniforms", torch.zeros(batch, 2 * K + 1, device=device))
-        parameters = {"temperature": max(temperature, 1e-30), "top_k": top_k, "top_p": top_p}
+        precision = torch.float32 if device.type == "mps" else torch.float64  # MPS has no fp64
+        self.register_buffer("uniforms", torch.zeros(batch, 2 * K + 1, dtype=precision, device=device))
+        # top_p = 1 keeps all there is, where a sum that rounds to 1 early would lose the tail.
+        parameters = {"temperature": max(temperature, 1e-30), "top_k": top_k, "top_p": None if top_p == 1 else top_p}
         for name, value in parameters.items():
             self.register_buffer(name, None if value is None else torch.tensor(value, device=device))
 
     def law(self, logits: Tensor) -> Tensor:
+        """logits (..., V) -> probabilities (..., V) under this run's parameters."""
         return law(logits, self.temperature, self.top_k, self.top_p)
 
     def pick(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
@@ -94,7 +99,7 @@ def prefill(
         # The last real row would pair with a token that isn't known yet: the first round writes it anew.
         draft.prefill(following, aux, positions)
         state.aux[:, 0] = aux[batch, last]
-    token = state.pick(logits, state.uniforms.size(1) - 1)[0].unsqueeze(1)
+    token = state.pick(logits, -1)[0].unsqueeze(1)
     state.tokens[:, :1] = token
     state.count.fill_(1)
     state.length.copy_(start + count)
@@ -156,8 +161,8 @@ def build_steps(target: Transformer, draft: nn.Module | None, state: State, comp
 
     calls = (prefill_chunk, one_round if state.K > 0 else plain_step, plain_step)
     if compiled:
-        # inplace_buffers: torch 2.13 frees a torch.cat's memory while a piece of it lives on in place, so that the third
-        # drafted token came out wrong (the text stayed right: test_one_graph... compares proposals).
+        # inplace_buffers: torch 2.13 frees a torch.cat's memory while a piece of it lives on in place. The third
+        # drafted token came out wrong then, and the text stayed right (the tests compare proposals).
         options = {"inplace_buffers": False, "triton.cudagraphs": state.tokens.is_cuda}
         calls = (torch.compile(call, fullgraph=True, dynamic=False, options=options) for call in calls)
     return Steps(*calls)
@@ -182,6 +187,7 @@ class Decoder:
         self.sound = 0  # rows of both caches that are valid for `ids`
 
     def refill(self) -> None:
+        """New uniforms for the next call; greedy needs none."""
         if not self.state.greedy:
             self.state.uniforms.uniform_(generator=self.generator)
 
@@ -201,7 +207,7 @@ class Decoder:
             token, logits = self.steps.prefill(padded(rows, device), padded(following, device), *where)
         first = token.item()
         self.ids, self.sound = [*prompt, first], len(prompt) - 1
-        return first, logits[0]
+        return first, logits[0].clone()  # a CUDA graph's output lives until the next replay
 
     def reusable(self, prompt: list[int]) -> int:
         """How many rows of the caches hold for `prompt`. Draft row i holds token i + 1, so one less than agree."""
@@ -226,8 +232,8 @@ class Decoder:
         """Compiles, and records CUDA graphs, by running on a dummy prompt; returns seconds."""
         began = time.perf_counter()
         for plain in (False, True) if plain_too else (False,):
-            self.start([0])
             for _ in range(3):  # a CUDA graph is warmed up, recorded and replayed
+                self.start([0])
                 self.round(plain)
         self.ids, self.sound = [], 0
         return time.perf_counter() - began
