@@ -68,6 +68,7 @@ class Plan:
     tokenizer: Tokenizer | None
     raw: bool
     stop_ids: frozenset[int]
+    dtype: str  # as torch names it; of target and draft
     questions: tuple[Question, ...]  # none: interactive
     max_seq_len: int = 0
 
@@ -106,7 +107,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.system is not None and raw:
         raise ConfigError(f"--system: {target_name} has no chat template to put it in; drop it")
     stop_ids = stop_token_ids(folder, tokenizer)
-    plan = Plan(args, speculator, target_name, folder, target, tokenizer, raw, stop_ids, questions)
+    dtype = choose_dtype(args.dtype, target)
+    plan = Plan(args, speculator, target_name, folder, target, tokenizer, raw, stop_ids, dtype, questions)
     plan = replace(plan, max_seq_len=plan_length(plan))
     if plan.K > 0 and speculator.layer.context < plan.max_seq_len:
         say(f"notice: the draft's context is {speculator.layer.context} tokens; past it acceptance may fall")
@@ -123,6 +125,14 @@ def open_speculator(args: argparse.Namespace) -> SpeculatorConfig:
         rope_theta=args.draft_rope_theta,
         norm_before_residual=norm_before_residual,
     )
+
+
+def choose_dtype(name: str, target: DecoderConfig) -> str:
+    """auto: what the target's config names, else bfloat16."""
+    dtypes = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": target.dtype or "bfloat16"}
+    if dtypes[name] not in ("bfloat16", "float16", "float32"):
+        raise ConfigError(f"--dtype: the target's {dtypes[name]} is not implemented; give bf16, fp16 or fp32")
+    return dtypes[name]
 
 
 def read_questions(args: argparse.Namespace) -> tuple[Question, ...]:
@@ -199,16 +209,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, target: DecoderConfig) -> torch.dtype:
-    """auto: what the target's config names, else bf16. The draft runs in the same."""
-    import torch
-
-    dtypes = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": target.dtype or "bfloat16"}
-    if dtypes[name] not in ("bfloat16", "float16", "float32"):
-        raise ConfigError(f"--dtype: the target's {dtypes[name]} is not implemented; give bf16, fp16 or fp32")
-    return getattr(torch, dtypes[name])
-
-
 def load_target(
     folder: Path, config: DecoderConfig, aux_layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> Transformer:
@@ -252,10 +252,12 @@ def say_ignored(names: list[str]) -> None:
 
 def load(plan: Plan) -> Decoder:
     """Weights, caches and the calls over them, not yet compiled."""
+    import torch
+
     import speculate
 
     args, K = plan.args, plan.K
-    device, dtype = choose_device(args.device), choose_dtype(args.dtype, plan.target)
+    device, dtype = choose_device(args.device), getattr(torch, plan.dtype)
     aux_layer_ids = plan.speculator.aux_layer_ids if K > 0 else ()
     folder = fetch_weights(plan.target_folder, plan.target_name, "target")
     if K > 0:
@@ -426,8 +428,10 @@ def run(plan: Plan, answers: list[Answer]) -> None:
     began = time.perf_counter()
     decoder = load(plan)
     load_seconds, compile_seconds = time.perf_counter() - began, 0.0
-    dtype, device = str(decoder.state.aux.dtype).removeprefix("torch."), decoder.state.tokens.device.type
-    say(f"target {plan.target_name}: {plan.target.model_type}, {dtype} on {device}, loaded in {load_seconds:.1f} s")
+    device = decoder.state.tokens.device.type
+    say(
+        f"target {plan.target_name}: {plan.target.model_type}, {plan.dtype} on {device}, loaded in {load_seconds:.1f} s"
+    )
     if args.compile:
         say("compiling: minutes the first time, later runs reuse it ...")
         compile_seconds = compile_steps(decoder, plain_too=args.baseline and plan.K > 0)
@@ -449,7 +453,7 @@ def run(plan: Plan, answers: list[Answer]) -> None:
             "algorithm": plan.speculator.algorithm if plan.speculator else None,
             "num_speculative_tokens": plan.K,
             "device": device,
-            "dtype": dtype,
+            "dtype": plan.dtype,
             "compiled": args.compile,
             "max_seq_len": plan.max_seq_len,
             "load_seconds": load_seconds,

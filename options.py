@@ -24,8 +24,8 @@ def number(kind: type, low: float, high: float = float("inf"), above: bool = Fal
         except ValueError:
             raise argparse.ArgumentTypeError(f"'{text}' is not {'an integer' if kind is int else 'a number'}") from None
         if not low <= value <= high or value == float("inf") or (above and value == low):
-            upper = f" and at most {high:g}" if high < float("inf") else ""
-            raise argparse.ArgumentTypeError(f"{text} is not {'above' if above else 'at least'} {low:g}{upper}")
+            upper = f" and at most {high}" if high < float("inf") else ""
+            raise argparse.ArgumentTypeError(f"{text} is not {'above' if above else 'at least'} {low}{upper}")
         return value
 
     return parse
