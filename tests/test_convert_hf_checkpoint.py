@@ -4,18 +4,33 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import FIXTURES
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from convert_hf_checkpoint import INDEX, Stored, fetch_weights, load_weights, open_checkpoint, stored_tensors
-from speculators_config import ConfigError
+from convert_hf_checkpoint import (
+    INDEX,
+    TOLERATED,
+    Stored,
+    draft_tensors,
+    eagle3_names,
+    fetch_weights,
+    load_weights,
+    open_checkpoint,
+    stored_tensors,
+    target_names,
+)
+from eagle3 import Eagle3
+from generate import load_target
+from speculators_config import ConfigError, read_speculator, read_target
 
 ROOT = Path(__file__).parent.parent
-SHARDED = Path(__file__).parent / "fixtures" / "targets" / "llama_sharded"
+SHARDED = FIXTURES / "targets" / "llama_sharded"
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
@@ -404,6 +419,182 @@ def test_our_own_name_tables_are_complete(name, tmp_path):
 def test_our_own_name_tables_name_nothing_else(tmp_path):
     with pytest.raises(AssertionError, match="not in the module: {'fc.bias'}"):
         load_tiny(tmp_path, tiny_tensors(), names=NAMES | {"fc.bias": ("q.bias",)})
+
+
+# Other people's names.
+
+
+def edited_draft(folder: Path, case: str, tensors=dict, layer=dict, **config) -> Path:
+    """The folder, now with a fixture's draft; `tensors` and `layer` turn its weights and its transformer_layer_config
+    into others, and these fields of its config are replaced."""
+    source = FIXTURES / "drafts" / case
+    save_file(tensors(load_file(source / "model.safetensors")), folder / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text()) | config
+    raw["transformer_layer_config"] = layer(raw["transformer_layer_config"])
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def load_draft(folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Our parameters, and the names of what was tolerated."""
+    stored = draft_tensors(stored_tensors(folder))
+    config, names = eagle3_names(read_speculator(folder), stored)
+    with torch.device("meta"):
+        draft = Eagle3(config, own=names)
+    ignored = load_weights(draft, names, stored, tolerated=TOLERATED, device="cpu", dtype=torch.float32)
+    return draft.state_dict(), ignored
+
+
+def plus(**more):
+    return lambda entries: entries | more
+
+
+def without(*names: str):
+    return lambda entries: {name: entry for name, entry in entries.items() if name not in names}
+
+
+def half_fc(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """For a target of half the draft's hidden size."""
+    return tensors | {"fc.weight": tensors["fc.weight"][:, :48].contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("old", "prefix"), [("layers.0.", "midlayer."), ("", "model."), ("layers.0.", "model.midlayer.")]
+)
+def test_converters_prefixes_load_to_the_same_weights(old, prefix, tmp_path):
+    def rename(tensors):
+        return {prefix + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
+
+    wanted, _ = load_draft(FIXTURES / "drafts" / "eagle3_two_layers_mixed")
+    weights, _ = load_draft(edited_draft(tmp_path, "eagle3_two_layers_mixed", rename))
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def test_two_tensors_with_one_name_are_refused(tmp_path):
+    twice = plus(**{"midlayer.hidden_norm.weight": torch.ones(32)})
+    with pytest.raises(ConfigError) as refusal:
+        load_draft(edited_draft(tmp_path, "eagle3_nbr_true", twice))
+    said = "midlayer.hidden_norm.weight: the same tensor as layers.0.hidden_norm.weight; remove one of them"
+    assert str(refusal.value) == f"{tmp_path / 'model.safetensors'}: {said}"
+
+
+EAGLE3_DOORS = {
+    "too few layers": (
+        "eagle3_nbr_true",
+        {"layer": plus(num_hidden_layers=2)},
+        "config.json: transformer_layer_config.num_hidden_layers: the config says 2, the weights hold 1; correct the",
+    ),
+    "too many layers": (
+        "eagle3_two_layers",
+        {"layer": plus(num_hidden_layers=1)},
+        "config.json: transformer_layer_config.num_hidden_layers: the config says 1, the weights hold 2; correct the",
+    ),
+    "fc of another width": (
+        "eagle3_nbr_true",
+        {"eagle_aux_hidden_state_layer_ids": [2, 4]},
+        "config.json: eagle_aux_hidden_state_layer_ids: 2 layers of 32 do not make the 96 columns of fc.weight; "
+        "give --aux_layer_ids",
+    ),
+    "no head for a reduced vocabulary": (
+        "eagle3_nbr_true",
+        {"tensors": without("lm_head.weight")},
+        ": lm_head.weight: not in the weights",
+    ),
+    "no map for a reduced vocabulary": (
+        "eagle3_nbr_true",
+        {"tensors": without("d2t", "t2d")},
+        ": d2t: not in the weights",
+    ),
+    "no embedding of the draft's size": (
+        "eagle3_no_embed",
+        {"tensors": half_fc, "target_hidden_size": 16},
+        ": embed_tokens.weight: not in the weights",
+    ),
+    "no head of the draft's size": (
+        "eagle3_full_vocab",
+        {"tensors": lambda tensors: half_fc(without("lm_head.weight")(tensors)), "target_hidden_size": 16},
+        ": lm_head.weight: not in the weights",
+    ),
+    "a norm that the config does not name": (
+        "eagle3_norm_before_fc",
+        {"norm_before_fc": False},
+        "model.safetensors: input_norm.weight: stored, but nothing in the model takes it",
+    ),
+    "a norm that only the config names": (
+        "eagle3_nbr_true",
+        {"norm_before_fc": True},
+        ": input_norm.weight: not in the weights",
+    ),
+    "q/k norms that the config excludes": (
+        "eagle3_qwen3_layer",
+        {"layer": plus(model_type="llama")},
+        "layers.0.self_attn.k_norm.weight, layers.0.self_attn.q_norm.weight: stored, but nothing in the model takes it",
+    ),
+    "q/k norms that only the config names": (
+        "eagle3_head_dim",
+        {"layer": plus(model_type="qwen3")},
+        ": layers.0.self_attn.q_norm.weight, layers.0.self_attn.k_norm.weight: not in the weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("door", EAGLE3_DOORS)
+def test_a_draft_whose_config_and_tensors_differ_is_refused(door, tmp_path):
+    case, edits, message = EAGLE3_DOORS[door]
+    with pytest.raises(ConfigError) as refusal:
+        load_draft(edited_draft(tmp_path, case, **edits))
+    assert str(refusal.value).startswith(str(tmp_path))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "edits", "absent"),
+    [
+        ("eagle3_no_embed", {}, {"embed.weight"}),
+        ("eagle3_full_vocab", {"tensors": without("lm_head.weight")}, {"head.weight"}),
+        ("eagle3_own_embed", {"tensors": half_fc, "target_hidden_size": 16}, set()),
+    ],
+)
+def test_what_the_target_can_lend_may_be_absent(case, edits, absent, tmp_path):
+    weights, _ = load_draft(edited_draft(tmp_path, case, **edits))
+    assert {"embed.weight", "head.weight"} - weights.keys() == absent
+
+
+@pytest.mark.parametrize(("case", "normed"), [("eagle3_qwen3_layer", True), ("eagle3_head_dim", False)])
+def test_a_layer_without_model_type_has_the_norms_that_are_stored(case, normed, tmp_path):
+    folder = edited_draft(tmp_path, case, layer=without("model_type"))
+    weights, _ = load_draft(folder)
+    assert ("first.attention.q_norm.weight" in weights) == normed
+    wanted, _ = load_draft(FIXTURES / "drafts" / case)
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def test_tensors_of_no_use_are_tolerated_and_returned(tmp_path):
+    names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+    extra = plus(**{name: torch.ones(4) for name in names})
+    _, ignored = load_draft(edited_draft(tmp_path, "eagle3_nbr_true", extra))
+    assert sorted(ignored) == sorted(name.removeprefix("model.") for name in names)
+    for name in ("verifier_norm.bias", "verifier_fc.weight", "rotary_emb.inv_freq.scale"):
+        with pytest.raises(ConfigError, match=f"{name}: stored, but nothing in the model takes it"):
+            load_draft(edited_draft(tmp_path, "eagle3_nbr_true", plus(**{name: torch.ones(4)})))
+
+
+@pytest.mark.parametrize(("case", "tied"), [("llama_gqa", False), ("llama_gqa", True), ("llama_tied", True)])
+def test_a_stored_head_is_used_whatever_the_config_says(case, tied):
+    folder, device = FIXTURES / "targets" / case, torch.device("cpu")
+    target = load_target(folder, replace(read_target(folder)[0], tied=tied), (), device, torch.float32)
+    stored = load_file(folder / "model.safetensors")
+    assert (target.head.weight is target.embed.weight) == (case == "llama_tied")
+    assert torch.equal(target.head.weight, stored.get("lm_head.weight", stored["model.embed_tokens.weight"]))
+
+
+def test_a_head_that_is_neither_stored_nor_tied_is_missing():
+    folder = FIXTURES / "targets" / "llama_tied"
+    config = replace(read_target(folder)[0], tied=False)
+    assert target_names(config, stored_tensors(folder))["head.weight"] == ("lm_head.weight",)
+    with pytest.raises(ConfigError, match="llama_tied: lm_head.weight: not in the weights"):
+        load_target(folder, config, (), torch.device("cpu"), torch.float32)
 
 
 LOAD_AND_MEASURE = """

@@ -17,8 +17,10 @@ import pytest
 import tokenizers
 import torch
 from conftest import FIXTURES, open_target
+from safetensors.torch import load_file, save_file
 
 import generate
+from options import parse_args
 from prompts import Dialogue
 from speculators_config import ConfigError
 from tokenizer import load_tokenizer
@@ -257,6 +259,77 @@ def test_first_divergence_and_its_margin(results, command, monkeypatch):
     best, second = target.logits(x[0, -1]).topk(2).values.tolist()
     assert result["baseline"]["first_divergence"] == {"index": 3, "margin": pytest.approx(best - second, abs=1e-4)}
     assert re.search(r"other tokens from 3 on, .* \d\.\d+ apart", command(*options).err)
+
+
+# ---- 16 bits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_16_bits_are_lossless_up_to_rounding_and_draft_as_well(record, dtype, name):
+    options = (*ids(*PROMPTS), "--ignore_eos", "--max_new_tokens", 48)
+    whole, exact = record(*options, "--dtype", dtype, "--baseline"), record(*options, "--dtype", "fp32")
+    assert (whole["dtype"], exact["dtype"]) == (name, "float32")
+    parted = [result["baseline"]["first_divergence"] for result in whole["results"]]
+    assert all(divergence is None or divergence["margin"] < 0.1 for divergence in parted)
+    near = pytest.approx(exact["totals"]["acceptance_length"], abs=0.1)  # measured: 1.56 and 1.57
+    assert whole["totals"]["acceptance_length"] == near
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "dtype", "notice"),
+    [
+        ("bfloat16", (), "bfloat16", False),
+        ("float16", (), "float16", False),
+        ("float16", ("--dtype", "fp32"), "float32", False),
+        (None, (), "bfloat16", True),
+        (None, ("--dtype", "fp16"), "float16", False),
+    ],
+)
+def test_dtype_is_the_configs_unless_asked_for(command, tmp_path, written, options, dtype, notice):
+    target = edited(TARGET, tmp_path / "target", {"config.json": {"dtype": written}})
+    done = command(*ids(HELLO), "--target", target, "--max_new_tokens", 2, "--json", *options)
+    assert json.loads(done.out)["dtype"] == dtype
+    assert (f"notice: {target / 'config.json'}: dtype: absent, bfloat16 assumed\n" in done.err) == notice
+
+
+def test_door_of_a_dtype_that_is_not_implemented(refusal, tmp_path):
+    target = edited(TARGET, tmp_path / "target", {"config.json": {"dtype": "float64"}})
+    message = refusal(*ids(HELLO), "--target", target, "--max_new_tokens", 2)
+    assert message == "--dtype: the target's float64 is not implemented; give bf16, fp16 or fp32"
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_run_is_one_graph_each_for_prefill_round_and_plain_step(record, tmp_path, monkeypatch):
+    """The command's own compile path: what eager says, compiled before the first answer and never again.
+
+    A context of 2048 makes the caches of test_speculate.py's size, so that Inductor's cache serves both."""
+    target = edited(TARGET, tmp_path / "target", {"config.json": {"max_position_embeddings": 2048}})
+    options = (*ids(HELLO, VERSE), "--target", target, "--max_seq_len", 2048, "--max_new_tokens", 24, "--ignore_eos")
+    eager = record(*options, "--baseline")
+    counted, counters, reply = [], torch._dynamo.utils.counters, generate.Session.reply
+
+    def count():
+        counted.append({name: dict(counter) for name, counter in counters.items() if counter})
+
+    def counting(session, *rest, **named):
+        count()
+        answer = reply(session, *rest, **named)
+        count()
+        return answer
+
+    monkeypatch.setattr(generate.Session, "reply", counting)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = record(*options, "--baseline", "--compile")
+    assert counted[0]["stats"]["unique_graphs"] == 3
+    assert counted == counted[:1] * 4
+    assert (compiled["compiled"], eager["compiled"], eager["compile_seconds"]) == (True, False, 0.0)
+    assert compiled["compile_seconds"] > 0
+    for ours, wanted in zip(compiled["results"], eager["results"], strict=True):
+        assert said(ours) == said(wanted)
+        assert ours["baseline"]["token_ids"] == wanted["token_ids"]
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -504,6 +577,8 @@ EARLY_DOORS = {  # answered before torch is imported, which takes seconds
     "prompt file of a strange kind": (["--prompts", "README"], r"README: .* give \.txt or \.jsonl"),
     "no prompt file": (["--prompts", "no_such.txt"], r"no_such\.txt: not readable"),
     "empty prompt": (["--prompt", " "], "--prompt: is empty; give a text"),
+    "system message for ids": (["--system", "Be brief."], "--system: --prompt_ids are taken as they are; drop it"),
+    "top_k past 32 bits": (["--top_k", str(2**31)], f"--top_k: {2**31} is not at least 1 and at most 2.*; see --help"),
     "unknown option": (["--temprature", "1"], "options: .*--temprature.*; see --help"),
 }
 
@@ -579,10 +654,17 @@ def test_door_of_several_processes(refusal, monkeypatch):
     assert refusal(*ids(HELLO)).startswith("WORLD_SIZE: several processes are not implemented")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_door_of_a_missing_device(refusal):
-    message = refusal(*ids(HELLO), "--device", "cuda", "--max_new_tokens", 4)
-    assert re.fullmatch(r"--device: .*CUDA.*; use --device cpu.*", message)
+@pytest.mark.parametrize(
+    ("device", "there", "message"),
+    [
+        ("cuda", torch.cuda.is_available, r"--device: .*CUDA.*; use --device cpu, or install a CUDA build of torch"),
+        ("mps", torch.backends.mps.is_available, "--device: there is no MPS device; use --device cpu"),
+    ],
+)
+def test_door_of_a_missing_device(refusal, device, there, message):
+    if there():
+        pytest.skip(f"there is a device for {device}")
+    assert re.fullmatch(message, refusal(*ids(HELLO), "--device", device, "--max_new_tokens", 4))
 
 
 @pytest.mark.parametrize(
@@ -599,9 +681,10 @@ def test_door_of_stdin(refusal, monkeypatch, typed, terminal, message):
     assert refusal("--json") == message
 
 
-def test_door_of_a_closed_stdin(refusal, monkeypatch):
+@pytest.mark.parametrize("options", [(), ("--interactive",), ("--json",)], ids=str)
+def test_door_of_a_closed_stdin(refusal, monkeypatch, options):
     monkeypatch.setattr(sys, "stdin", None)
-    assert refusal() == "stdin: holds no prompt; give one there or with --prompt"
+    assert refusal(*options) == "stdin: is closed; give a prompt with --prompt"
 
 
 @pytest.mark.parametrize("reason", ["No working C++ compiler found", "Failed to find C compiler.", "a bug"])
@@ -639,6 +722,53 @@ def test_choices_are_printed_with_their_source(command):
     printed = command(*options, *overrides).err
     assert "K=4 (--num_speculative_tokens), norm_before_residual=false (--norm_before_residual)" in printed
     assert "theta=5000 (--draft_rope_theta), aux layers 1,2,3 (--aux_layer_ids)\n" in printed
+
+
+@pytest.mark.parametrize(("K", "longest", "notice"), [(3, 24, False), (3, 25, True), (0, 25, False)])
+def test_a_draft_of_a_smaller_context_than_the_run_is_mentioned(command, tmp_path, K, longest, notice):
+    layer = json.loads((SPECULATOR / "config.json").read_text())["transformer_layer_config"]
+    changes = {"config.json": {"transformer_layer_config": layer | {"max_position_embeddings": 24}}}
+    speculator = edited(SPECULATOR, tmp_path / "speculator", changes)
+    options = ("--target", TARGET, "--num_speculative_tokens", K, "--max_new_tokens", longest - len(HELLO))
+    done = command("--speculator", speculator, *ids(HELLO), *options)
+    assert done.code == 0
+    assert ("notice: the draft's context is 24 tokens; past it acceptance may fall\n" in done.err) == notice
+
+
+def test_what_the_draft_borrows_and_what_is_not_needed_is_said(command, tmp_path):
+    """A reduced vocabulary needs a head of its own; eagle3_full_vocab may borrow the target's."""
+
+    def printed(case, *dropped, extra=()):
+        folder = edited(FIXTURES / "drafts" / case, tmp_path / f"{case}{len(dropped)}", {"model.safetensors": None})
+        tensors = load_file(FIXTURES / "drafts" / case / "model.safetensors")
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+        save_file(tensors | {name: torch.ones(32) for name in extra}, folder / "model.safetensors")
+        done = command("--speculator", folder, "--target", TARGET, *ids(HELLO), "--max_new_tokens", 2)
+        assert done.code == 0
+        return done.err
+
+    assert "draft: the target's embedding, its own head\n" in printed("eagle3_no_embed")
+    assert "draft: its own embedding, the target's head\n" in printed("eagle3_full_vocab", "lm_head.weight")
+    borrowed = printed("eagle3_full_vocab", "lm_head.weight", "embed_tokens.weight")
+    assert "draft: the target's embedding, the target's head\n" in borrowed
+    assert "not needed" not in borrowed
+    unused = ["layers.0.self_attn.rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight"]
+    full = printed("eagle3_full_vocab", extra=unused[1:])
+    assert "draft: its own embedding, its own head\n" in full
+    assert "notice: stored but not needed: verifier_lm_head.weight, verifier_norm.weight\n" in full
+    assert f"not needed: {', '.join(unused)} ...\n" in printed(
+        "eagle3_own_embed", extra=[*unused, "x.rotary_emb.inv_freq"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "options", "tokens"),
+    [(512, (), 512), (4096, (), 4096), (8192, (), 4096), (8192, ("--max_seq_len", "6000"), 6000)],
+)
+def test_a_chat_has_the_targets_context_or_4096_tokens(tmp_path, context, options, tokens):
+    target = edited(TARGET, tmp_path / "target", {"config.json": {"max_position_embeddings": context}})
+    argv = ["--speculator", str(SPECULATOR), "--target", str(target), "--interactive", *options]
+    assert generate.make_plan(parse_args(argv)).max_seq_len == tokens
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -178,9 +178,15 @@ def test_without_an_index_the_single_file_is_fetched_with_the_token(hub, tmp_pat
     assert hub.tokens == {"Bearer hf_secret"}
 
 
-def test_the_weights_are_of_the_commit_of_their_index(hub, tmp_path):
+@pytest.mark.parametrize(("index", "weights", "tensors"), [(True, SHARDS, 30), (False, ["model.safetensors"], 5)])
+def test_the_weights_are_of_the_commit_of_the_config_though_the_branch_moves(hub, tmp_path, index, weights, tensors):
+    if not index:
+        del hub.repos["org/sharded"]["model.safetensors.index.json"]
+        hub.repos["org/sharded"]["model.safetensors"] = (SHARDED / SHARDS[2]).read_bytes()
     hub.moving, first = True, hub.commit
-    assert run(hub.port, tmp_path, FETCH) == [f"{first} 30"]
+    assert run(hub.port, tmp_path, FETCH) == [f"{first} {tensors}"]
+    assert hub.commit != first
+    assert {f"{first}/{file}" for file in ("config.json", *weights)} <= set(hub.fetched())
     assert {path.split("/")[0] for path in hub.fetched()} == {first}
     assert hub.tokens == {None}
 

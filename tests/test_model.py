@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import FIXTURES, expected, open_target
 
+from model import RMSNorm, rotate
 from speculators_config import ConfigError, read_target
 
 TARGETS = sorted(path.parent.name for path in (FIXTURES / "targets").glob("*/expected.safetensors"))
@@ -75,6 +76,50 @@ def test_rows_of_a_batch_go_their_own_way():
     positions = torch.stack((torch.arange(12, 20), torch.arange(8, 16)))
     x, _ = target(torch.stack((ids[0, 12:20], ids[0, 8:16])), positions)
     torch.testing.assert_close(target.logits(x), torch.stack((alone[0, 12:20], alone[0, 8:16])), atol=1e-4, rtol=0)
+
+
+# ---- 16 bits
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.025), (torch.float16, 0.003)], ids=str)
+@pytest.mark.parametrize("case", TARGETS)
+@torch.inference_mode()
+def test_logits_in_16_bits_are_fp32_and_near_transformers(case, dtype, share):
+    """share: of the logits' spread, of which rounding costs at most 0.015 and 0.002."""
+    want = expected(FIXTURES / "targets" / case)
+    target = open_target(FIXTURES / "targets" / case).to(dtype)
+    target.allocate(1, 512)
+    logits, _ = forward(target, want["input_ids"])
+    assert logits.dtype == torch.float32
+    assert (logits - want["logits"]).square().mean().sqrt() < share * want["logits"].std()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_norms_and_rotations_in_16_bits_round_once_at_their_end(dtype):
+    """Against fp64, with states whose squares overflow fp16 and at positions that bf16 cannot tell apart."""
+    torch.manual_seed(0)
+    once = {"rtol": 0.51 * torch.finfo(dtype).eps, "atol": 1e-6}
+    x, norm = (1000 * torch.randn(50, 64)).to(dtype), RMSNorm(64, 1e-5).to(dtype)
+    norm.weight.fill_(1)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(norm(x).double(), exact, **once)
+
+    target = open_target(FIXTURES / "targets" / "llama_gqa").to(dtype)
+    target.allocate(1, 4224)
+    positions = torch.arange(4000, 4050)
+    _, cos_sin, _ = target.positions(positions[None], dtype)[0]
+    angles = torch.outer(positions.double(), 10000 ** -(torch.arange(4).double() / 4))[None, :, None]
+    cos, sin = angles.cos(), angles.sin()
+    torch.testing.assert_close(cos_sin.double(), torch.stack((cos, sin)), rtol=0, atol=5e-4)
+    x = torch.randn(1, 50, 4, 8).to(dtype)
+    x1, x2 = x.double().chunk(2, dim=-1)
+    cos, sin = cos_sin.double()
+    exact = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    torch.testing.assert_close(rotate(x, *cos_sin).double(), exact, **once)
+
+
+# ---- doors
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,12 @@ def test_no_legal_setting_gives_nan_or_masks_everything(temperature, top_k, top_
     torch.testing.assert_close(probs.sum(-1), torch.ones(8))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_law_of_16_bit_logits_is_fp32(dtype):
+    logits, temperature = torch.randn(4, 50).to(dtype), torch.tensor(0.7)
+    assert torch.equal(law(logits, temperature), law(logits.float(), temperature))
+
+
 def test_ties_keep_exactly_k():
     assert law(torch.zeros(1, 10), torch.tensor(1.0), torch.tensor(3)).nonzero()[:, 1].tolist() == [0, 1, 2]
 

@@ -13,6 +13,9 @@ from conftest import FIXTURES, open_pair
 from safetensors.torch import load_file
 
 import speculate
+from generate import Session, make_plan
+from metrics import Answer
+from options import parse_args
 from sampling import verify_chain
 from speculate import PREFILL_CHUNK, Decoder, State, build_steps, cache_slots
 
@@ -21,7 +24,7 @@ RUNS = json.loads((FIXTURES / "drafts/eagle3_trained/expected_runs.json").read_t
 
 def make_decoder(target, draft, K, slots=512, compiled=False, seed=0, **sampling):
     width = len(target.aux_layer_ids) * target.config.hidden_size
-    state = State(1, K, width, slots, torch.float32, torch.device("cpu"), **sampling)
+    state = State(1, K, width, slots, torch.float32, target.norm.weight.device, **sampling)
     return Decoder(build_steps(target, draft, state, compiled), state, seed)
 
 
@@ -91,6 +94,22 @@ def test_an_oracle_is_always_accepted_and_an_adversary_never(wrong, accepted):
     ours, rounds = greedy(make_decoder(target, scripted, 3), PROMPT, 40)
     assert ours == plain[:40]
     assert {done.accepted for done in rounds} == {accepted}
+
+
+def test_a_drafted_end_that_the_target_rejects_ends_nothing():
+    """A draft that always proposes the EOS, 316: only where the target says it too does the answer end."""
+    folder = FIXTURES / "drafts/eagle3_trained"
+    target, _ = open_pair(folder)
+    for run, reason in ((RUNS[1], "length"), (RUNS[0], "stop")):  # the target's answer: without 316; 316 second
+        prompt, wanted = run["prompt_ids"], run["token_ids"][: 24 if reason == "length" else 2]
+        argv = ["--speculator", folder, "--prompt_ids", ",".join(map(str, prompt)), "--max_new_tokens", 24]
+        plan, answer = make_plan(parse_args([str(arg) for arg in argv])), Answer(len(prompt))
+        assert 316 in plan.stop_ids
+        decoder = make_decoder(target, Scripted(target, [316], len(prompt)), 3)
+        Session(plan, decoder, []).decode(prompt, answer, lambda text: None)
+        assert (answer.token_ids, answer.finish_reason) == (wanted, reason)
+        assert all(done.proposed == [316] * 3 for done in answer.rounds)
+        assert [done.accepted for done in answer.rounds] == ([0] * 23 if reason == "length" else [1])
 
 
 @pytest.mark.parametrize("length", [1, 2, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 150])
@@ -280,6 +299,22 @@ def test_one_graph_without_breaks_or_recompiles_that_drafts_and_decodes_as_eager
         k: v for k, v in warm.items() if v
     }
     assert not counters["graph_break"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [1, 3, 5])
+def test_on_cuda_a_round_is_one_replayed_graph_and_drafts_as_eager_does(K):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    decoders = []
+    for compiled in (True, False):
+        target, draft = open_pair(FIXTURES / "drafts/eagle3_trained")
+        decoders.append(make_decoder(target.cuda(), draft.cuda(), K, compiled=compiled))
+    decoders[0].warm_up(plain_too=False)
+    for prompt in (PROMPT, PROMPT[:1]):
+        compiled, eager = (greedy(decoder, prompt, 40) for decoder in decoders)
+        assert compiled == eager
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
 PROCESS = """
