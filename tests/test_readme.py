@@ -1,0 +1,36 @@
+"""The README's commands, options and file map are the project's."""
+
+import re
+import shlex
+
+from conftest import FIXTURES
+
+from options import parse_args
+
+ROOT = FIXTURES.parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_its_commands_are_commands():
+    commands = re.findall(r"^(?:\$ )?python generate\.py (.+)$", README, re.MULTILINE)
+    assert len(commands) >= 4
+    for command in commands:
+        assert parse_args(shlex.split(command)).speculator
+
+
+def test_its_make_targets_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = re.findall(r"^make ([\w-]+)$", README, re.MULTILINE)
+    assert {"demo", "test", "test-real", "lint"} <= set(named) <= targets
+
+
+def test_its_options_exist_and_its_file_map_is_complete():
+    source = (ROOT / "options.py").read_text(encoding="utf-8")
+    assert all(f'"{option}"' in source for option in re.findall(r"`(--\w+)", README))
+    listed = set(re.findall(r"^\| `(\w+\.py)` \|", README, re.MULTILINE))
+    assert listed == {path.name for path in ROOT.glob("*.py")}
+
+
+def test_its_links_into_the_repository_lead_somewhere():
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
