@@ -340,6 +340,6 @@ def test_a_second_process_with_another_prompt_and_budget_compiles_nothing_new():
         assert done.returncode == 0, done.stderr
         return [int(number) for number in done.stdout.split()]
 
-    slots, hits, misses = run("1000", "24")
+    slots, hits, misses = run("1000", "40")
     assert (slots, hits + misses) == (2176, 2)
     assert run("1100", "60") == [2176, 2, 0]
