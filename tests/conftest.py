@@ -10,12 +10,10 @@ import generate
 from speculators_config import find_target, fit_to_target, read_speculator, read_target
 
 FIXTURES = Path(__file__).parent / "fixtures"
-THREADS = torch.get_num_threads()
-torch.set_num_threads(1)  # the fixtures are so small that a second thread only waits
+torch.set_num_threads(1)  # the fixtures are so small that a second thread only waits, and for long on a busy machine
 
 
 def pytest_runtest_setup(item):
-    torch.set_num_threads(THREADS if item.get_closest_marker("real") else 1)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
