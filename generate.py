@@ -240,8 +240,8 @@ def load_draft(config: SpeculatorConfig, target: Transformer) -> nn.Module:
     weight = target.norm.weight
     say_ignored(load_weights(draft, names, stored, tolerated=TOLERATED, device=weight.device, dtype=weight.dtype))
     draft.settle(target.embed, target.head)
-    owner = {True: "its own", False: "the target's"}
-    say(f"draft: {owner['embed.weight' in names]} embedding, {owner['head.weight' in names]} head")
+    owner = {True: "the draft's own", False: "the target's"}
+    say(f"draft: embedding {owner['embed.weight' in names]}, head {owner['head.weight' in names]}")
     return draft.eval()
 
 
@@ -390,12 +390,13 @@ class Session:
 
     def chat(self) -> None:
         """Questions from the terminal until its end; the caches are kept between turns."""
-        say("chat: one question a line, Ctrl-D ends")
+        say("chat: one question a line; Ctrl-D ends, and so does Ctrl-C in the middle of an answer")
         dialogue = self.plan.dialogue()
         while True:
             print("> ", end="", file=sys.stderr, flush=True)
             line = read_stdin(sys.stdin.readline)
             if not line:
+                say("")
                 return
             if not line.strip():
                 continue
@@ -433,7 +434,7 @@ def run(plan: Plan, answers: list[Answer]) -> None:
         f"target {plan.target_name}: {plan.target.model_type}, {plan.dtype} on {device}, loaded in {load_seconds:.1f} s"
     )
     if args.compile:
-        say("compiling: minutes the first time, later runs reuse it ...")
+        say("compiling: a minute or two the first time, seconds when torch's cache has it ...")
         compile_seconds = compile_steps(decoder, plain_too=args.baseline and plan.K > 0)
         say(f"compiled in {compile_seconds:.1f} s{graphs_active(device)}")
     session = Session(plan, decoder, answers)

@@ -747,14 +747,14 @@ def test_what_the_draft_borrows_and_what_is_not_needed_is_said(command, tmp_path
         assert done.code == 0
         return done.err
 
-    assert "draft: the target's embedding, its own head\n" in printed("eagle3_no_embed")
-    assert "draft: its own embedding, the target's head\n" in printed("eagle3_full_vocab", "lm_head.weight")
+    assert "draft: embedding the target's, head the draft's own\n" in printed("eagle3_no_embed")
+    assert "draft: embedding the draft's own, head the target's\n" in printed("eagle3_full_vocab", "lm_head.weight")
     borrowed = printed("eagle3_full_vocab", "lm_head.weight", "embed_tokens.weight")
-    assert "draft: the target's embedding, the target's head\n" in borrowed
+    assert "draft: embedding the target's, head the target's\n" in borrowed
     assert "not needed" not in borrowed
     unused = ["layers.0.self_attn.rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight"]
     full = printed("eagle3_full_vocab", extra=unused[1:])
-    assert "draft: its own embedding, its own head\n" in full
+    assert "draft: embedding the draft's own, head the draft's own\n" in full
     assert "notice: stored but not needed: verifier_lm_head.weight, verifier_norm.weight\n" in full
     assert f"not needed: {', '.join(unused)} ...\n" in printed(
         "eagle3_own_embed", extra=[*unused, "x.rotary_emb.inv_freq"]
