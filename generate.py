@@ -19,6 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+try:
+    import safetensors  # noqa: F401
+    import tokenizers  # noqa: F401
+except ModuleNotFoundError as error:  # the first thing that a newcomer meets outside .venv
+    print(f"error: python: {error.name} is not installed; run make demo, then: . .venv/bin/activate", file=sys.stderr)
+    sys.exit(2)
+
 from convert_hf_checkpoint import (
     TOLERATED,
     draft_tensors,

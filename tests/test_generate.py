@@ -830,3 +830,12 @@ def test_process_exits_with_2_at_a_door():
     process = start("generate.py", "--speculator", SPECULATOR, "--device", "tpu", "--prompt", "hi")
     out, err = process.communicate(timeout=60)
     assert "--device" in error_line(Run(process.returncode, out.decode(), err.decode()))
+
+
+def test_a_python_without_the_packages_is_told_what_to_do():
+    """-S: no site-packages, as outside .venv."""
+    run = subprocess.run(
+        [sys.executable, "-S", "generate.py", "--help"], cwd=FIXTURES.parents[1], capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(r"error: python: \w+ is not installed; run make demo, .*\n", run.stderr)
