@@ -161,8 +161,8 @@ def build_steps(target: Transformer, draft: nn.Module | None, state: State, comp
 
     calls = (prefill_chunk, one_round if state.K > 0 else plain_step, plain_step)
     if compiled:
-        # inplace_buffers: torch 2.13 frees a torch.cat's memory while a piece of it lives on in place. The third
-        # drafted token came out wrong then, and the text stayed right (the tests compare proposals).
+        # inplace_buffers: torch 2.13 and 2.14 free a torch.cat's memory while a piece of it lives on in place. The
+        # third drafted token came out wrong then, and the text stayed right (the tests compare proposals).
         options = {"inplace_buffers": False, "triton.cudagraphs": state.tokens.is_cuda}
         calls = (torch.compile(call, fullgraph=True, dynamic=False, options=options) for call in calls)
     return Steps(*calls)
