@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def acceptance(answers: Sequence[Answer], K: int) -> dict:
         "acceptance_rate": ratio(accepted, K * len(rounds)),
         "acceptance_per_position": [ratio(count, len(rounds)) for count in reached[1:]],
         "conditional_acceptance_per_position": [
-            after / before if before else None for before, after in zip(reached, reached[1:], strict=False)
+            after / before if before else None for before, after in pairwise(reached)
         ],
     }
 
