@@ -276,19 +276,19 @@ def _some(names: list[str]) -> str:
 def layer_names(ours: str, theirs: str, config: DecoderConfig) -> dict[str, tuple[str, ...]]:
     """One decoder layer, in the names of transformers and speculators: ours are fused, theirs several."""
     names = {
-        f"{ours}.attention.qkv.weight": tuple(f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv"),
-        f"{ours}.attention.out.weight": (f"{theirs}.self_attn.o_proj.weight",),
-        f"{ours}.mlp_norm.weight": (f"{theirs}.post_attention_layernorm.weight",),
-        f"{ours}.mlp.gate_up.weight": (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
-        f"{ours}.mlp.down.weight": (f"{theirs}.mlp.down_proj.weight",),
+        f"{ours}.block.attention.qkv.weight": tuple(f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv"),
+        f"{ours}.block.attention.out.weight": (f"{theirs}.self_attn.o_proj.weight",),
+        f"{ours}.block.mlp_norm.weight": (f"{theirs}.post_attention_layernorm.weight",),
+        f"{ours}.block.mlp.gate_up.weight": (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
+        f"{ours}.block.mlp.down.weight": (f"{theirs}.mlp.down_proj.weight",),
     }
     if config.qkv_bias:
-        names[f"{ours}.attention.qkv.bias"] = tuple(f"{theirs}.self_attn.{part}_proj.bias" for part in "qkv")
+        names[f"{ours}.block.attention.qkv.bias"] = tuple(f"{theirs}.self_attn.{part}_proj.bias" for part in "qkv")
     if config.o_bias:
-        names[f"{ours}.attention.out.bias"] = (f"{theirs}.self_attn.o_proj.bias",)
+        names[f"{ours}.block.attention.out.bias"] = (f"{theirs}.self_attn.o_proj.bias",)
     if config.qk_norm:
-        names[f"{ours}.attention.q_norm.weight"] = (f"{theirs}.self_attn.q_norm.weight",)
-        names[f"{ours}.attention.k_norm.weight"] = (f"{theirs}.self_attn.k_norm.weight",)
+        names[f"{ours}.block.attention.q_norm.weight"] = (f"{theirs}.self_attn.q_norm.weight",)
+        names[f"{ours}.block.attention.k_norm.weight"] = (f"{theirs}.self_attn.k_norm.weight",)
     return names
 
 
@@ -299,7 +299,7 @@ def target_names(config: DecoderConfig, stored: Mapping[str, Stored]) -> dict[st
     whatever the config says; one that is neither stored nor tied is missing, which load_weights reports."""
     names = {"embed.weight": ("model.embed_tokens.weight",), "norm.weight": ("model.norm.weight",)}
     for i in range(config.n_layer):
-        names[f"layers.{i}.attention_norm.weight"] = (f"model.layers.{i}.input_layernorm.weight",)
+        names[f"layers.{i}.norm.weight"] = (f"model.layers.{i}.input_layernorm.weight",)
         names |= layer_names(f"layers.{i}", f"model.layers.{i}", config)
     if "lm_head.weight" in stored or not config.tied:
         names["head.weight"] = ("lm_head.weight",)
@@ -345,7 +345,7 @@ def eagle3_names(
         **layer_names("first", "layers.0", layer),
     }
     for i in range(1, layer.n_layer):
-        names[f"layers.{i - 1}.attention_norm.weight"] = (f"layers.{i}.input_layernorm.weight",)
+        names[f"layers.{i - 1}.norm.weight"] = (f"layers.{i}.input_layernorm.weight",)
         names |= layer_names(f"layers.{i - 1}", f"layers.{i}", layer)
     if config.norm_before_fc:
         names["input_norm.weight"] = ("input_norm.weight",)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor, nn
 
-from model import MLP, Attention, DecoderLayer, Positions, RMSNorm, allocate_caches, embedding
+from model import Block, DecoderLayer, Positions, RMSNorm, Stack, allocate_caches, embedding
 from speculators_config import ConfigError, DecoderConfig, SpeculatorConfig
 
 
@@ -25,15 +25,12 @@ class FirstLayer(nn.Module):
         self.norm_before_residual = norm_before_residual
         self.embed_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feature_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, config.windows[0], 2 * config.hidden_size)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.block = Block(config, config.windows[0], 2 * config.hidden_size)
 
     def forward(self, embedded: Tensor, feature: Tensor, *where: Tensor) -> Tensor:
         normed = self.feature_norm(feature)
         x = normed if self.norm_before_residual else feature
-        x = x + self.attention(torch.cat((self.embed_norm(embedded), normed), dim=-1), *where)
-        return x + self.mlp(self.mlp_norm(x))
+        return self.block(x, torch.cat((self.embed_norm(embedded), normed), dim=-1), *where)
 
 
 class Eagle3(nn.Module):
@@ -49,7 +46,7 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(n * Dt, D, bias=False)
         self.embed = embedding(layer.vocab_size, D) if "embed.weight" in own else None
         self.first = FirstLayer(layer, config.norm_before_residual)
-        self.layers = nn.ModuleList(DecoderLayer(layer, window) for window in layer.windows[1:])
+        self.layers = Stack(DecoderLayer(layer, window) for window in layer.windows[1:])
         self.norm = RMSNorm(D, eps)
         self.head = nn.Linear(D, config.draft_vocab_size, bias=False) if "head.weight" in own else None
         # Offsets: target id = draft id + d2t[draft id]. t2d marks the same target ids, and only serves to check them.
@@ -94,10 +91,7 @@ class Eagle3(nn.Module):
         where = self.positions(positions, feature.dtype)
         # Padded vocabularies: a target id past the draft's own embedding reads its last row, not foreign memory.
         embedded = self.embed(tokens.clamp(max=self.embed.num_embeddings - 1))
-        x = self.first(embedded, feature, *where[0])
-        for layer, place in zip(self.layers, where[1:], strict=True):
-            x = layer(x, *place)
-        return x
+        return self.layers(self.first(embedded, feature, *where[0]), where[1:])[0]
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., D) as `forward` returns it -> (..., Vd), in fp32."""

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -257,26 +258,45 @@ def say_ignored(names: list[str]) -> None:
         say(f"notice: stored but not needed: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
 
 
-def load(plan: Plan) -> Decoder:
-    """Weights, caches and the calls over them, not yet compiled."""
+def load_models(plan: Plan) -> list[nn.Module]:
+    """The target, and the draft where tokens are drafted: weights and caches, on the device."""
     import torch
 
     import speculate
 
     args, K = plan.args, plan.K
     device, dtype = choose_device(args.device), getattr(torch, plan.dtype)
-    aux_layer_ids = plan.speculator.aux_layer_ids if K > 0 else ()
     folder = fetch_weights(plan.target_folder, plan.target_name, "target")
     if K > 0:
         fetch_weights(plan.speculator.folder, args.speculator, "speculator")
-    target = load_target(folder, plan.target, aux_layer_ids, device, dtype)
-    draft = load_draft(plan.speculator, target) if K > 0 else None
-    slots = speculate.cache_slots(plan.max_seq_len)
-    for module in filter(None, (target, draft)):
-        module.allocate(1, slots)
-    width = len(aux_layer_ids) * plan.target.hidden_size
-    state = speculate.State(1, K, width, slots, dtype, device, args.temperature, args.top_k, args.top_p)
+    target = load_target(folder, plan.target, plan.speculator.aux_layer_ids if K > 0 else (), device, dtype)
+    models = [target, load_draft(plan.speculator, target)] if K > 0 else [target]
+    if args.compile and device.type == "cpu":
+        use_cpu_kernels(models)
+    for model in models:
+        model.allocate(1, speculate.cache_slots(plan.max_seq_len))
+    return models
+
+
+def make_decoder(plan: Plan, target: Transformer, draft: nn.Module | None = None) -> Decoder:
+    """State for plan.K tokens a round, and the calls over it and the models, not yet compiled."""
+    import speculate
+
+    args, weight, slots = plan.args, target.norm.weight, speculate.cache_slots(plan.max_seq_len)
+    width = len(target.aux_layer_ids) * plan.target.hidden_size
+    sampling = args.temperature, args.top_k, args.top_p
+    state = speculate.State(1, plan.K, width, slots, weight.dtype, weight.device, *sampling)
     return speculate.Decoder(speculate.build_steps(target, draft, state, args.compile), state, args.seed)
+
+
+def use_cpu_kernels(models: list[nn.Module]) -> None:
+    """Puts our operators in; where the compiler does not take them, torch's own do the same, more slowly."""
+    import cpu_kernels
+
+    try:
+        cpu_kernels.install(*models)
+    except (OSError, subprocess.CalledProcessError) as error:
+        say(f"notice: the CPU operators were not built, so decoding is slower: {cpu_kernels.reason(error)}")
 
 
 def compile_steps(decoder: Decoder, plain_too: bool) -> float:
@@ -434,7 +454,7 @@ def run(plan: Plan, answers: list[Answer]) -> None:
     """Loads, compiles, answers. `answers` is the caller's, so that it can report after an interrupt."""
     args = plan.args
     began = time.perf_counter()
-    decoder = load(plan)
+    decoder = make_decoder(plan, *load_models(plan))
     load_seconds, compile_seconds = time.perf_counter() - began, 0.0
     device = decoder.state.tokens.device.type
     say(

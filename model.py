@@ -142,17 +142,45 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig, window: int | None):
+class Block(nn.Module):
+    """Attention and MLP on the residual stream: what every kind of layer has, whatever it feeds its attention with."""
+
+    def __init__(self, config: DecoderConfig, window: int | None, in_features: int):
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, window, config.hidden_size)
+        self.attention = Attention(config, window, in_features)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, *where: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), *where)
+    def forward(self, x: Tensor, normed: Tensor, *where: Tensor) -> Tensor:
+        """x (B, T, D) the residual stream, normed (B, T, in_features) what attention reads -> (B, T, D)."""
+        x = x + self.attention(normed, *where)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, window: int | None):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.block = Block(config, window, config.hidden_size)
+
+    def forward(self, x: Tensor, *where: Tensor) -> Tensor:
+        return self.block(x, self.norm(x), *where)
+
+
+class Stack(nn.ModuleList):
+    """Layers one behind the other, and the states between them that drafts read."""
+
+    def forward(self, x: Tensor, where: list[tuple], taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """x (B, T, D), where: what Positions says to each layer -> x behind the last one, and, in the order of the
+        layers, as it enters those named in `taps` (n_layer: as it leaves the last one), (B, T, n * D)."""
+        aux = []
+        for i, (layer, place) in enumerate(zip(self, where, strict=True)):
+            if i in taps:
+                aux.append(x)
+            x = layer(x, *place)
+        if len(self) in taps:
+            aux.append(x)
+        return x, torch.cat(aux, dim=-1) if aux else None
 
 
 class Positions(nn.Module):
@@ -182,7 +210,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.aux_layer_ids = config, aux_layer_ids
         self.embed = embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
+        self.layers = Stack(DecoderLayer(config, window) for window in config.windows)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if tied:
@@ -197,22 +225,15 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """tokens, positions (B, T) -> the last layer's output, un-normed (B, T, D), and aux states (B, T, n * D)."""
         x = self.embed(tokens)
-        aux = []
-        for i, (layer, where) in enumerate(zip(self.layers, self.positions(positions, x.dtype), strict=True)):
-            if i in self.aux_layer_ids:
-                aux.append(x)
-            x = layer(x, *where)
-        if len(self.layers) in self.aux_layer_ids:
-            aux.append(x)
-        return x, torch.cat(aux, dim=-1) if aux else None
+        return self.layers(x, self.positions(positions, x.dtype), self.aux_layer_ids)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., D) as `forward` returns it -> (..., V), in fp32."""
         return self.head(self.norm(x)).float()
 
 
-def allocate_caches(module: nn.Module, batch: int, slots: int) -> None:
-    """Gives every attention inside `module` a cache of `slots` positions."""
-    for attention in module.modules():
-        if isinstance(attention, Attention):
-            attention.allocate_cache(batch, slots)
+def allocate_caches(model: nn.Module, batch: int, slots: int) -> None:
+    """Gives every attention inside `model` a cache of `slots` positions."""
+    for module in model.modules():
+        if hasattr(module, "allocate_cache"):
+            module.allocate_cache(batch, slots)

@@ -160,12 +160,23 @@ def build_steps(target: Transformer, draft: nn.Module | None, state: State, comp
         return speculate(target, None, state, 0)
 
     calls = (prefill_chunk, one_round if state.K > 0 else plain_step, plain_step)
-    if compiled:
-        # inplace_buffers: torch 2.13 and 2.14 free a torch.cat's memory while a piece of it lives on in place. The
-        # third drafted token came out wrong then, and the text stayed right (the tests compare proposals).
-        options = {"inplace_buffers": False, "triton.cudagraphs": state.tokens.is_cuda}
-        calls = (torch.compile(call, fullgraph=True, dynamic=False, options=options) for call in calls)
-    return Steps(*calls)
+    return Steps(*(compile_call(call, state.tokens.is_cuda) for call in calls) if compiled else calls)
+
+
+def compile_call(call: Callable, is_cuda: bool) -> Callable:
+    """`call` as one graph. It is for one set of modules and shapes: nothing is checked when it runs."""
+    options = {
+        # torch 2.13 and 2.14 free a torch.cat's memory while a piece of it lives on in place. The third drafted token
+        # came out wrong then, and the text stayed right (the tests compare proposals).
+        "inplace_buffers": False,
+        "triton.cudagraphs": is_cuda,
+        # What torch checks before each run and between operators costs a small model a tenth of its step.
+        "size_asserts": False,
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+    }
+    # torch keeps what it compiled by code object, and without checks it would take another pair's for ours.
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, fullgraph=True, dynamic=False, options=options)
 
 
 @dataclass(frozen=True)

@@ -565,7 +565,7 @@ def test_what_the_target_can_lend_may_be_absent(case, edits, absent, tmp_path):
 def test_a_layer_without_model_type_has_the_norms_that_are_stored(case, normed, tmp_path):
     folder = edited_draft(tmp_path, case, layer=without("model_type"))
     weights, _ = load_draft(folder)
-    assert ("first.attention.q_norm.weight" in weights) == normed
+    assert ("first.block.attention.q_norm.weight" in weights) == normed
     wanted, _ = load_draft(FIXTURES / "drafts" / case)
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 

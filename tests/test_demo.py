@@ -74,12 +74,12 @@ def test_target_equals_transformers_on_the_demo_prompt(plan):
 
 @pytest.fixture(scope="module")
 def drafted(plan):
-    return answers(plan, generate.load(plan))
+    return answers(plan, generate.make_decoder(plan, *generate.load_models(plan)))
 
 
 def test_speculation_is_lossless_and_accepts_what_it_always_did(plan, drafted):
     """fp32, eager, K = 3: the numbers change only when the draft does, or when somebody breaks it silently."""
-    plain = answers(plan, generate.load(plan), plain=True)
+    plain = answers(plan, generate.make_decoder(plan, *generate.load_models(plan)), plain=True)
     assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
     assert accepted_per_position(drafted) == ACCEPTED
 
@@ -93,7 +93,7 @@ def check_that_acceptance_falls_silently(drafted, broken):
 def test_a_misread_config_would_be_noticed(plan, drafted, change):
     config = fit_to_target(read_speculator(SPECULATOR, **change), plan.target)
     changed = replace(plan, speculator=config)
-    check_that_acceptance_falls_silently(drafted, answers(changed, generate.load(changed)))
+    check_that_acceptance_falls_silently(drafted, answers(changed, generate.make_decoder(changed, *generate.load_models(changed))))
 
 
 def test_keeping_the_rows_of_drafted_features_would_be_noticed(plan, drafted, monkeypatch):
@@ -105,11 +105,11 @@ def test_keeping_the_rows_of_drafted_features_would_be_noticed(plan, drafted, mo
         return propose(self, tokens, aux, positions.where(newest, self.positions.slots - 1), last, K, pick)
 
     monkeypatch.setattr(Eagle3, "propose", careless)
-    check_that_acceptance_falls_silently(drafted, answers(plan, generate.load(plan)))
+    check_that_acceptance_falls_silently(drafted, answers(plan, generate.make_decoder(plan, *generate.load_models(plan))))
 
 
 def test_compiled_equals_eager_round_by_round(plan, drafted):
     """One prompt; what is proposed and accepted is compared, not only the text."""
     short = replace(plan, questions=plan.questions[:1], args=Namespace(**{**vars(plan.args), "compile": True}))
-    (compiled,) = answers(short, generate.load(short))
+    (compiled,) = answers(short, generate.make_decoder(short, *generate.load_models(short)))
     assert (compiled.token_ids, compiled.rounds) == (drafted[0].token_ids, drafted[0].rounds)

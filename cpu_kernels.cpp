@@ -1,0 +1,497 @@
+// Two operators for decoding on a CPU, where a step costs what it reads: `linear` over packed weights, and `layers`, a
+// stack of decoder layers over caches of which only the filled slots are read. cpu_kernels.py builds this file and makes
+// the layouts it reads.
+//
+// All arithmetic is one kernel, `tile`: rows of x times 32 columns of w, over 32-bit *words* that hold two bfloat16 or
+// one float. Every sum runs in the same order whatever the number of rows, so that a row's result does not depend on
+// its company: a row alone, as plain decoding has it, and the same row among K + 1 in a verification are equal bits.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <tuple>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using at::Tensor;
+using c10::BFloat16;
+typedef float Floats __attribute__((vector_size(64)));  // 16 lanes; compilers split them where registers are shorter
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+
+constexpr int kColumns = 32;       // of a packed block: two vectors
+constexpr int kRows = 12;          // of a tile: 24 sums, about as many as 32 registers hold
+constexpr int kMaxHeadDim = 256;
+constexpr int kChunk = 64;         // keys whose softmax is taken together
+constexpr float kMasked = -2e30f;  // a masked score
+constexpr float kLowest = -1e30f;  // the largest score of no keys at all: above kMasked, so that masked ones weigh 0
+
+template <class T>
+constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
+
+template <class T>
+const uint32_t* words(const T* values) {
+  return reinterpret_cast<const uint32_t*>(values);
+}
+
+float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// sum + w * x, where a word is one float, or two bfloat16 whose products are both added.
+template <class T>
+inline Floats multiply_add(Floats sum, Words w, uint32_t x) {
+  if constexpr (kPerWord<T> == 1) return sum + (Floats)w * as_float(x);
+#ifdef __AVX512BF16__
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
+#else
+  sum += (Floats)(w << 16) * as_float(x << 16);
+  return sum + (Floats)(w & 0xffff0000u) * as_float(x & 0xffff0000u);
+#endif
+}
+
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+inline Floats widen(Floats x) { return x; }
+inline Floats widen(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
+
+inline void narrow(Floats x, Floats& y) { y = x; }
+inline void narrow(Floats x, Halves& y) {
+#ifdef __AVX512BF16__
+  y = (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+  for (int i = 0; i < 16; i++) y[i] = BFloat16(x[i]).x;
+#endif
+}
+
+template <class T>
+using Packed = std::conditional_t<kPerWord<T> == 1, Floats, Halves>;
+
+// 16 numbers, or the first `count` of them with 0 behind.
+template <class T>
+inline Floats load(const T* x, int64_t count = 16) {
+  Packed<T> packed = {};
+  count < 16 ? std::memcpy(&packed, x, count * sizeof(T)) : std::memcpy(&packed, x, sizeof packed);
+  return widen(packed);
+}
+
+template <class T>
+inline void store(Floats x, T* y, int64_t count = 16) {
+  Packed<T> packed;
+  narrow(x, packed);
+  count < 16 ? std::memcpy(y, &packed, count * sizeof(T)) : std::memcpy(y, &packed, sizeof packed);
+}
+
+// x as it is after rounding to T.
+template <class T>
+inline Floats rounded(Floats x) {
+  Packed<T> packed;
+  narrow(x, packed);
+  return widen(packed);
+}
+
+inline float sum_of(Floats x) {
+  float total = 0;
+  for (int i = 0; i < 16; i++) total += x[i];
+  return total;
+}
+
+// y[r] = sum over k < n of x[r][k] * w[k], for R rows of words `x_stride` apart and 32 columns `w_stride` apart.
+template <class T, int R>
+void tile(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t w_stride, int64_t n, Floats (*y)[2]) {
+  Floats sums[R][2] = {};
+  for (int64_t k = 0; k < n; k++) {
+    Words left, right;
+    std::memcpy(&left, w + k * w_stride, sizeof left);
+    std::memcpy(&right, w + k * w_stride + 16, sizeof right);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const uint32_t value = x[r * x_stride + k];
+      sums[r][0] = multiply_add<T>(sums[r][0], left, value);
+      sums[r][1] = multiply_add<T>(sums[r][1], right, value);
+    }
+  }
+  std::memcpy(y, sums, sizeof sums);
+}
+
+// The same for a number of rows, 1 to kRows, known only at run time.
+template <class T, int R = kRows>
+void tile(int rows, const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t w_stride, int64_t n,
+          Floats (*y)[2]) {
+  if constexpr (R > 1) {
+    if (rows < R) return tile<T, R - 1>(rows, x, x_stride, w, w_stride, n, y);
+  }
+  tile<T, R>(x, x_stride, w, w_stride, n, y);
+}
+
+// ---- linear ----------------------------------------------------------------------------------------------------------
+
+// y = x w^T (+ bias) (+ residual), rounded where PyTorch rounds. x (rows, in), w packed, y and residual (rows, out).
+template <class T>
+void linear_rows(const T* x, const Tensor& packed, const std::optional<Tensor>& bias, const T* residual, T* y,
+                 int64_t rows, int64_t out) {
+  const int64_t n = packed.size(1), in = n * kPerWord<T>, blocks = (out + kColumns - 1) / kColumns;
+  const T *w = packed.const_data_ptr<T>(), *added = bias ? bias->const_data_ptr<T>() : nullptr;
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    Floats sums[kRows][2];
+    for (int64_t first = begin * kColumns; first < std::min(end * kColumns, out); first += kColumns) {
+      const int64_t columns = std::min<int64_t>(kColumns, out - first);
+      for (int64_t row = 0; row < rows; row += kRows) {  // meanwhile the block's weights stay in the core's cache
+        const int count = std::min<int64_t>(kRows, rows - row);
+        tile<T>(count, words(x + row * in), n, words(w + first * in), kColumns, n, sums);
+        for (int r = 0; r < count; r++) {
+          for (int64_t c = 0; c < columns; c += 16) {
+            const int64_t width = std::min<int64_t>(16, columns - c), where = (row + r) * out + first + c;
+            Floats sum = sums[r][c / 16];
+            if (added) sum += load(added + first + c, width);
+            if (residual) sum = rounded<T>(sum) + load(residual + where, width);
+            store(sum, y + where, width);
+          }
+        }
+      }
+    }
+  });
+}
+
+// x (..., in) -> (..., out). packed (out / 32, in / p, 32, p): blocks of 32 outputs, in words of p inputs.
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out) {
+  const int64_t in = x.size(-1);
+  TORCH_CHECK(x.is_contiguous() && packed.size(1) * packed.size(3) == in, "x ", x.sizes(), " of strides ", x.strides(),
+              ", weights ", packed.sizes());
+  auto shape = x.sizes().vec();
+  shape.back() = out;
+  Tensor y = at::empty(shape, x.options());
+  auto run = [&]<class T>(T) {
+    linear_rows<T>(x.const_data_ptr<T>(), packed, bias, nullptr, y.mutable_data_ptr<T>(), x.numel() / in, out);
+  };
+  x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
+  return y;
+}
+
+// ---- attention -------------------------------------------------------------------------------------------------------
+
+// e^x for x <= 0, within 1e-7 of it, exactly 0 where it is below 1e-37: 2^n * e^r, |r| <= ln(2) / 2 (Cephes' expf).
+inline Floats exponential(Floats x) {
+  const Floats shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer, in the low bits
+  const Floats n = shifted - 12582912.0f;
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Words power = ((Words)shifted - 0x4b400000u + 127u) << 23;
+  return x < -85.0f ? Floats{} : (p * r * r + r + 1.0f) * (Floats)power;
+}
+
+// The softmax over some keys, not yet divided by its sum: largest score, sum of exponentials, weighted values.
+struct Part {
+  float largest[kRows], sum[kRows];
+  alignas(64) float values[kRows * kMaxHeadDim];  // only rows * Hd of them are ever touched
+
+  void clear(int rows, int64_t head_dim) {
+    std::fill_n(largest, rows, kLowest);
+    std::fill_n(sum, rows, 0.0f);
+    std::fill_n(values, rows * head_dim, 0.0f);
+  }
+
+  // The keys of both (the online softmax of flash attention, Dao et al. 2022, arXiv:2205.14135).
+  void add(const Part& other, int rows, int64_t head_dim) {
+    for (int r = 0; r < rows; r++) {
+      const float top = std::max(largest[r], other.largest[r]);
+      const Floats weights = exponential(Floats{largest[r] - top, other.largest[r] - top});
+      sum[r] = sum[r] * weights[0] + other.sum[r] * weights[1];
+      largest[r] = top;
+      for (int64_t i = r * head_dim; i < (r + 1) * head_dim; i++)
+        values[i] = values[i] * weights[0] + other.values[i] * weights[1];
+    }
+  }
+};
+
+// Up to kRows query rows that read the same key head: their vectors, the slots each may see, where its result goes.
+template <class T>
+struct Block {
+  int rows;
+  int32_t first[kRows], end[kRows];
+  T* y[kRows];
+  alignas(64) T q[kRows * kMaxHeadDim];
+  const T *k, *v;  // (S / 32, Hd / per word, 32, per word) and (S / per word, Hd, per word)
+
+  // Writes the attention over the keys of one chunk to `part`.
+  void over(int64_t chunk, int64_t head_dim, Part& part) const {
+    const int64_t n = head_dim / kPerWord<T>, begin = chunk * kChunk;
+    Floats sums[kRows][2];
+    alignas(64) float scores[kRows][kChunk];
+    alignas(64) T weights[kRows][kChunk];
+    for (int64_t c = 0; c < kChunk; c += kColumns) {
+      tile<T>(rows, words(q), n, words(k + (begin + c) * head_dim), kColumns, n, sums);
+      for (int r = 0; r < rows; r++) std::memcpy(scores[r] + c, sums[r], sizeof sums[r]);
+    }
+    for (int r = 0; r < rows; r++) softmax(scores[r], r, begin, 1 / std::sqrt(float(head_dim)), weights[r], part);
+    for (int64_t d = 0; d < head_dim; d += kColumns) {
+      const uint32_t* values = words(v + begin * head_dim) + d;
+      tile<T>(rows, words(weights[0]), kChunk / kPerWord<T>, values, head_dim, kChunk / kPerWord<T>, sums);
+      for (int r = 0; r < rows; r++) std::memcpy(part.values + r * head_dim + d, sums[r], sizeof sums[r]);
+    }
+  }
+
+  void softmax(float* scores, int r, int64_t begin, float scale, T* weights, Part& part) const {
+    Floats x[kChunk / 16], top = Floats{} + kLowest, total = {};
+    Ints slot = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    slot += int32_t(begin);
+    for (int i = 0; i < kChunk / 16; i++, slot += 16) {
+      std::memcpy(&x[i], scores + 16 * i, sizeof x[i]);
+      x[i] = (slot >= first[r]) & (slot < end[r]) ? x[i] * scale : Floats{} + kMasked;
+      top = x[i] > top ? x[i] : top;
+    }
+    float largest = kLowest;
+    for (int i = 0; i < 16; i++) largest = std::max(largest, top[i]);
+    for (int i = 0; i < kChunk / 16; i++) {
+      x[i] = exponential(x[i] - largest);
+      total += x[i];
+      store(x[i], weights + 16 * i);
+    }
+    part.largest[r] = largest;
+    part.sum[r] = sum_of(total);
+  }
+
+  void finish(const Part& all, int64_t head_dim) const {
+    for (int r = 0; r < rows; r++) {
+      const float* values = all.values + r * head_dim;
+      const float scale = all.sum[r] > 0 ? 1 / all.sum[r] : 0;
+      for (int64_t d = 0; d < head_dim; d += 16) store(load(values + d) * scale, y[r] + d);
+    }
+  }
+};
+
+template <class T>
+struct Attention {
+  int64_t batch, tokens, heads, kv_heads, head_dim, slots, window;
+  const int64_t* positions;  // (B, T)
+  T *k_cache, *v_cache;
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t blocks_per_head() const { return (group() * tokens + kRows - 1) / kRows; }
+
+  // Puts the new keys and values into their slots.
+  void write(const T* qkv) const {
+    constexpr int p = kPerWord<T>;
+    for (int64_t i = 0; i < batch * tokens * kv_heads; i++) {
+      const int64_t head = i % kv_heads, row = i / kv_heads, b = row / tokens, slot = positions[row];
+      const T* key = qkv + (row * (heads + 2 * kv_heads) + heads + head) * head_dim;
+      const T* value = key + kv_heads * head_dim;
+      T* keys = k_cache + ((b * kv_heads + head) * slots + slot / kColumns * kColumns) * head_dim;
+      T* values = v_cache + ((b * kv_heads + head) * slots + slot / p * p) * head_dim;
+      for (int64_t d = 0; d < head_dim; d++) {
+        keys[(d / p * kColumns + slot % kColumns) * p + d % p] = key[d];
+        values[d * p + slot % p] = value[d];
+      }
+    }
+  }
+
+  // Block i: rows of one sequence and key head. Row r of a head is query head r % group of token r / group.
+  void fill(Block<T>& block, int64_t i, const T* qkv, T* y) const {
+    const int64_t begin = i % blocks_per_head() * kRows, head = i / blocks_per_head() % kv_heads;
+    const int64_t b = i / blocks_per_head() / kv_heads, cache = (b * kv_heads + head) * slots * head_dim;
+    const int rows = std::min<int64_t>(kRows, group() * tokens - begin);
+    block.rows = rows, block.k = k_cache + cache, block.v = v_cache + cache;
+    for (int r = 0; r < rows; r++) {
+      const int64_t row = b * tokens + (begin + r) / group(), query = head * group() + (begin + r) % group();
+      // The last slot takes padding, which sees nothing.
+      block.end[r] = positions[row] == slots - 1 ? 0 : positions[row] + 1;
+      block.first[r] = window > 0 ? std::max<int64_t>(0, block.end[r] - window) : 0;
+      block.y[r] = y + (row * heads + query) * head_dim;
+      const T* q = qkv + (row * (heads + 2 * kv_heads) + query) * head_dim;
+      std::memcpy(block.q + r * head_dim, q, head_dim * sizeof(T));
+    }
+  }
+
+  // Few rows, as in a round: the threads share the chunks of each block. Many, as in a prompt: they share the blocks.
+  // Either way the chunks are added up in the same order.
+  // qkv (B, T, H + 2 Hkv, Hd), y (B, T, H, Hd).
+  void run(const T* qkv, T* y) const {
+    write(qkv);
+    const int64_t count = batch * kv_heads * blocks_per_head();
+    const auto blocks = std::make_unique_for_overwrite<Block<T>[]>(count);
+    std::vector<int64_t> starts{0}, chunks;  // of each block: where its parts start, its first chunk
+    for (int64_t i = 0; i < count; i++) {
+      fill(blocks[i], i, qkv, y);
+      const Block<T>& rows = blocks[i];
+      chunks.push_back(*std::min_element(rows.first, rows.first + rows.rows) / kChunk);
+      const int64_t end = (*std::max_element(rows.end, rows.end + rows.rows) + kChunk - 1) / kChunk;
+      starts.push_back(starts.back() + std::max<int64_t>(0, end - chunks.back()));
+    }
+    const bool share_chunks = count < 4 * at::get_num_threads();
+    const auto parts = std::make_unique_for_overwrite<Part[]>(share_chunks ? starts.back() : 0);
+    if (share_chunks)
+      at::parallel_for(0, starts.back(), 1, [&](int64_t begin, int64_t end) {
+        int64_t i = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
+        for (int64_t c = begin; c < end; c++) {
+          while (c >= starts[i + 1]) i++;
+          blocks[i].over(chunks[i] + c - starts[i], head_dim, parts[c]);
+        }
+      });
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      Part all, part;
+      for (int64_t i = begin; i < end; i++) {
+        all.clear(blocks[i].rows, head_dim);
+        for (int64_t c = starts[i]; c < starts[i + 1]; c++) {
+          if (!share_chunks) blocks[i].over(chunks[i] + c - starts[i], head_dim, part);
+          all.add(share_chunks ? parts[c] : part, blocks[i].rows, head_dim);
+        }
+        blocks[i].finish(all, head_dim);
+      }
+    });
+  }
+};
+
+// ---- a layer ---------------------------------------------------------------------------------------------------------
+
+template <class T>
+void rms_norm(const T* x, const T* weight, int64_t size, float eps, T* y) {
+  Floats squares = {};
+  for (int64_t i = 0; i < size; i += 16) squares += load(x + i, size - i) * load(x + i, size - i);
+  const float scale = 1 / std::sqrt(sum_of(squares) / size + eps);
+  for (int64_t i = 0; i < size; i += 16)
+    store(rounded<T>(load(x + i, size - i) * scale) * load(weight + i, size - i), y + i, size - i);
+}
+
+// Turns the halves of one head by the angles of its position. cos and sin (Hd / 2).
+template <class T>
+void rotate(T* x, const float* cos, const float* sin, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim / 2; d += 16) {
+    T* y = x + head_dim / 2;
+    const Floats left = load(x + d), right = load(y + d), c = load(cos + d), s = load(sin + d);
+    store(left * c - right * s, x + d);
+    store(right * c + left * s, y + d);
+  }
+}
+
+// y = silu(gate) * up, all of `size`.
+template <class T>
+void gate(const T* gate, const T* up, int64_t size, T* y) {
+  for (int64_t i = 0; i < size; i += 16) {
+    const Floats g = load(gate + i, size - i), falling = exponential(g < 0 ? g : -g);
+    const Floats silu = g * (g < 0 ? falling : Floats{} + 1.0f) / (falling + 1.0f);
+    store(rounded<T>(silu) * load(up + i, size - i), y + i, size - i);
+  }
+}
+
+// One layer's tensors, in the order in which they come.
+struct Layer {
+  std::optional<Tensor> norm;  // absent where the caller has normed
+  Tensor qkv;
+  std::optional<Tensor> qkv_bias, q_norm, k_norm;
+  Tensor out;
+  std::optional<Tensor> out_bias;
+  Tensor mlp_norm, gate_up, down;
+  static constexpr int kTensors = 10;
+
+  explicit Layer(const std::optional<Tensor>* t)
+      : norm(t[0]), qkv(*t[1]), qkv_bias(t[2]), q_norm(t[3]), k_norm(t[4]), out(*t[5]), out_bias(t[6]),
+        mlp_norm(*t[7]), gate_up(*t[8]), down(*t[9]) {}
+};
+
+template <class T>
+void norm_rows(const T* x, const Tensor& weight, float eps, T* y, int64_t rows, int64_t size) {
+  at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * size; i < end * size; i += size)
+      rms_norm(x + i, weight.const_data_ptr<T>(), size, eps, y + i);
+  });
+}
+
+// A layer for `rows` rows of `size` numbers: x becomes x + attention(normed), and then that + mlp(mlp_norm(that)).
+template <class T>
+void run_layer(const Layer& layer, T* x, const T* normed, const Attention<T>& where, const float* cos_sin, float eps,
+               int64_t rows, int64_t size) {
+  const int64_t heads = where.heads + where.kv_heads, width = where.head_dim, inner = layer.down.size(1) * kPerWord<T>;
+  const float *cos = cos_sin, *sin = cos + rows * width / 2;
+  auto scratch = [&](int64_t width) { return std::make_unique_for_overwrite<T[]>(rows * width); };
+  const auto attended = scratch(where.heads * width), middle = scratch(size), gates = scratch(2 * inner),
+             qkv = scratch((heads + where.kv_heads) * width), gated = scratch(inner);
+  linear_rows<T>(normed, layer.qkv, layer.qkv_bias, nullptr, qkv.get(), rows, (heads + where.kv_heads) * width);
+  at::parallel_for(0, rows, 2, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * heads; i < end * heads; i++) {
+      const int64_t row = i / heads, head = i % heads, angle = row * width / 2;
+      const auto& norm = head < where.heads ? layer.q_norm : layer.k_norm;
+      T* vector = qkv.get() + (row * (heads + where.kv_heads) + head) * width;
+      if (norm) rms_norm(vector, norm->template const_data_ptr<T>(), width, eps, vector);
+      rotate(vector, cos + angle, sin + angle, width);
+    }
+  });
+  where.run(qkv.get(), attended.get());
+  linear_rows<T>(attended.get(), layer.out, layer.out_bias, x, x, rows, size);
+  norm_rows<T>(x, layer.mlp_norm, eps, middle.get(), rows, size);
+  linear_rows<T>(middle.get(), layer.gate_up, {}, nullptr, gates.get(), rows, 2 * inner);
+  at::parallel_for(0, rows, 2, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * inner; i < end * inner; i += inner)
+      gate(gates.get() + 2 * i, gates.get() + 2 * i + inner, inner, gated.get() + i);
+  });
+  linear_rows<T>(gated.get(), layer.down, {}, x, x, rows, size);
+}
+
+// A stack of layers. x (B, T, D); normed (B, T, in) what the first one's attention reads, if that is not norm(x);
+// positions (B, T); cos_sin (2, B, T, 1, Hd / 2); weights: `Layer`s, one after the other; caches: each one's keys and
+// values; windows: each one's, 0 for none. Returns x behind the last layer and, (B, T, n * D), as it enters those named
+// in `taps` (n_layer: as it leaves the last one).
+std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& normed, const Tensor& positions,
+                                  const Tensor& cos_sin, const c10::List<std::optional<Tensor>>& weights,
+                                  at::TensorList caches, at::IntArrayRef windows, int64_t heads, double eps,
+                                  at::IntArrayRef taps) {
+  const int64_t rows = x.size(0) * x.size(1), size = x.size(2), count = windows.size(), n = taps.size();
+  const int64_t kv_heads = caches[0].size(1), slots = caches[0].size(2) * kColumns, head_dim = caches[1].size(3);
+  TORCH_CHECK(head_dim % kColumns == 0 && head_dim <= kMaxHeadDim && slots % kChunk == 0, "heads of ", head_dim,
+              ", slots ", slots);
+  for (const Tensor& input : {x, normed.value_or(x), positions, cos_sin})
+    TORCH_CHECK(input.is_contiguous(), "sizes ", input.sizes(), ", strides ", input.strides());
+  const std::vector<std::optional<Tensor>> tensors = weights.vec();
+  Tensor y = at::empty_like(x), aux = at::empty({x.size(0), x.size(1), n * size}, x.options());
+  auto run = [&]<class T>(T) {
+    T* stream = y.mutable_data_ptr<T>();
+    std::memcpy(stream, x.const_data_ptr<T>(), rows * size * sizeof(T));
+    const auto own = std::make_unique_for_overwrite<T[]>(rows * size);
+    for (int64_t i = 0; i <= count; i++) {
+      for (int64_t tap = 0; tap < n; tap++)
+        for (int64_t row = 0; taps[tap] == i && row < rows; row++)
+          std::memcpy(aux.mutable_data_ptr<T>() + (row * n + tap) * size, stream + row * size, size * sizeof(T));
+      if (i == count) break;
+      const Layer layer(&tensors[i * Layer::kTensors]);
+      if (layer.norm) norm_rows<T>(stream, *layer.norm, eps, own.get(), rows, size);
+      const Attention<T> where{x.size(0), x.size(1), heads, kv_heads, head_dim, slots, windows[i],
+                               positions.const_data_ptr<int64_t>(), caches[2 * i].mutable_data_ptr<T>(),
+                               caches[2 * i + 1].mutable_data_ptr<T>()};
+      run_layer<T>(layer, stream, layer.norm ? own.get() : normed->const_data_ptr<T>(), where,
+                   cos_sin.const_data_ptr<float>(), eps, rows, size);
+    }
+  };
+  x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
+  return {y, aux};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(eagle_fast, library) {
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out) -> Tensor");
+  library.def("layers(Tensor x, Tensor? normed, Tensor positions, Tensor cos_sin, Tensor?[] weights, "
+              "Tensor(a!)[] caches, int[] windows, int heads, float eps, int[] taps) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(eagle_fast, CPU, library) {
+  library.impl("linear", &linear);
+  library.impl("layers", &layers);
+}
