@@ -21,7 +21,7 @@ from sampling import draw, law, verify_chain, verify_greedy
 
 PREFILL_CHUNK = 64  # rows: prompts are cut into chunks of this size, so that no length compiles anything new
 SMALLEST_CACHE = 512  # tokens: caches come in sizes 512 * 2^n, so that other prompts and budgets compile nothing new
-SPARE_SLOTS = 128  # a round looks K + 1 past the end, and the last slot takes padding
+SPARE_SLOTS = 192  # two rounds reach K + 1 tokens each past the end, and the last slot takes padding
 
 
 def cache_slots(max_seq_len: int) -> int:
@@ -50,7 +50,7 @@ class State(nn.Module):
         top_p: float | None = None,
     ):
         super().__init__()
-        assert K + 2 <= SPARE_SLOTS, f"K = {K} with {SPARE_SLOTS} spare slots"
+        assert 2 * (K + 1) < SPARE_SLOTS, f"K = {K} with {SPARE_SLOTS} spare slots"
         self.K, self.slots, self.greedy = K, slots, temperature == 0
         self.register_buffer("tokens", torch.zeros(batch, K + 1, dtype=torch.int64, device=device))
         self.register_buffer("aux", torch.zeros(batch, K + 1, aux_width, dtype=dtype, device=device))
@@ -169,7 +169,8 @@ def compile_call(call: Callable, is_cuda: bool) -> Callable:
         # torch 2.13 and 2.14 free a torch.cat's memory while a piece of it lives on in place. The third drafted token
         # came out wrong then, and the text stayed right (the tests compare proposals).
         "inplace_buffers": False,
-        "triton.cudagraphs": is_cuda,
+        # One graph replay a call, of kernels that were timed against each other for these few rows.
+        **({"triton.cudagraphs": True, "max_autotune": True, "coordinate_descent_tuning": True} if is_cuda else {}),
         # What torch checks before each run and between operators costs a small model a tenth of its step.
         "size_asserts": False,
         "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
@@ -189,13 +190,22 @@ class Round:
 
 
 class Decoder:
-    """Runs one sequence through the steps, and knows which prefix of it the caches still hold."""
+    """Runs one sequence through the steps, and knows which prefix of it the caches still hold.
 
-    def __init__(self, steps: Steps, state: State, seed: int = 0):
+    ahead: a round is queued before the one before it is read, so that the device never waits for the host; an answer's
+    last one is then in vain. By default on CUDA, where calls return before they are done."""
+
+    def __init__(self, steps: Steps, state: State, seed: int = 0, ahead: bool | None = None):
         self.steps, self.state, self.seed = steps, state, seed
         self.generator = torch.Generator(state.tokens.device)
         self.ids: list[int] = []  # the sequence so far, the pending token last
         self.sound = 0  # rows of both caches that are valid for `ids`
+        on_cuda = state.tokens.is_cuda
+        self.ahead = on_cuda if ahead is None else ahead
+        self.queued: Callable[[], list[int]] | None = None  # reads the round that runs ahead
+        # Where results are copied to, in turn, and what says that they are there.
+        pinned = torch.empty(2, state.K + 2, dtype=torch.int64, pin_memory=on_cuda)
+        self.landings = [(row, torch.cuda.Event()) for row in pinned] if on_cuda else []
 
     def refill(self) -> None:
         """New uniforms for the next call; greedy needs none."""
@@ -207,6 +217,7 @@ class Decoder:
         """Prefills the prompt, restarting the seed; returns the first new token and the logits (V,) behind it.
 
         keep: reuses the cache rows of the longest common prefix with the previous sequence (a conversation)."""
+        self.queued = None
         self.generator.manual_seed(self.seed)
         done = self.reusable(prompt) if keep else 0
         self.refill()  # once, whatever the number of chunks: a kept cache must not change what is drawn
@@ -229,15 +240,31 @@ class Decoder:
 
     @torch.inference_mode()
     def round(self, plain: bool = False) -> Round:
-        """One round: between 1 and K + 1 new tokens; plain: one step without the draft."""
-        self.refill()
+        """One round: between 1 and K + 1 new tokens; plain: one step without the draft.
+
+        Running ahead, an answer is all plain or not at all."""
+        read = self.queued or self.launch(plain)
+        self.queued = self.launch(plain) if self.ahead else None
         if not plain or self.state.K == 0:
             # This round's first draft pass covers all tokens so far; a plain step leaves the draft's rows unwritten.
             self.sound = len(self.ids) - 1
-        accepted, *drafted, token = (self.steps.plain if plain else self.steps.round)()[0].tolist()
+        accepted, *drafted, token = read()
         emitted = [*drafted[:accepted], token]
         self.ids += emitted
         return Round(drafted, accepted, emitted)
+
+    def launch(self, plain: bool) -> Callable[[], list[int]]:
+        """Queues one call; returns what waits for its result, (K + 2), and reads it."""
+        self.refill()
+        result = (self.steps.plain if plain else self.steps.round)()[0]
+        if not self.landings:
+            return result.tolist
+        landing, landed = self.landings[0]
+        self.landings.reverse()
+        landing = landing[: result.numel()]
+        landing.copy_(result, non_blocking=True)  # before the next replay overwrites it
+        landed.record()
+        return lambda: (landed.synchronize(), landing.tolist())[1]
 
     def warm_up(self, plain_too: bool) -> float:
         """Compiles, and records CUDA graphs, by running on a dummy prompt; returns seconds."""

@@ -72,14 +72,18 @@ def test_target_equals_transformers_on_the_demo_prompt(plan):
     assert greedy == want["greedy_ids"][0].tolist()
 
 
+def load(plan):
+    return generate.make_decoder(plan, *generate.load_models(plan))
+
+
 @pytest.fixture(scope="module")
 def drafted(plan):
-    return answers(plan, generate.make_decoder(plan, *generate.load_models(plan)))
+    return answers(plan, load(plan))
 
 
 def test_speculation_is_lossless_and_accepts_what_it_always_did(plan, drafted):
     """fp32, eager, K = 3: the numbers change only when the draft does, or when somebody breaks it silently."""
-    plain = answers(plan, generate.make_decoder(plan, *generate.load_models(plan)), plain=True)
+    plain = answers(plan, load(plan), plain=True)
     assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
     assert accepted_per_position(drafted) == ACCEPTED
 
@@ -93,7 +97,7 @@ def check_that_acceptance_falls_silently(drafted, broken):
 def test_a_misread_config_would_be_noticed(plan, drafted, change):
     config = fit_to_target(read_speculator(SPECULATOR, **change), plan.target)
     changed = replace(plan, speculator=config)
-    check_that_acceptance_falls_silently(drafted, answers(changed, generate.make_decoder(changed, *generate.load_models(changed))))
+    check_that_acceptance_falls_silently(drafted, answers(changed, load(changed)))
 
 
 def test_keeping_the_rows_of_drafted_features_would_be_noticed(plan, drafted, monkeypatch):
@@ -105,11 +109,21 @@ def test_keeping_the_rows_of_drafted_features_would_be_noticed(plan, drafted, mo
         return propose(self, tokens, aux, positions.where(newest, self.positions.slots - 1), last, K, pick)
 
     monkeypatch.setattr(Eagle3, "propose", careless)
-    check_that_acceptance_falls_silently(drafted, answers(plan, generate.make_decoder(plan, *generate.load_models(plan))))
+    check_that_acceptance_falls_silently(drafted, answers(plan, load(plan)))
 
 
 def test_compiled_equals_eager_round_by_round(plan, drafted):
     """One prompt; what is proposed and accepted is compared, not only the text."""
     short = replace(plan, questions=plan.questions[:1], args=Namespace(**{**vars(plan.args), "compile": True}))
-    (compiled,) = answers(short, generate.make_decoder(short, *generate.load_models(short)))
+    (compiled,) = answers(short, load(short))
     assert (compiled.token_ids, compiled.rounds) == (drafted[0].token_ids, drafted[0].rounds)
+
+
+def test_bf16_is_lossless_too_where_a_row_is_summed_alike_in_any_company(plan):
+    """One row and K + 1 rows round apart in torch's own bf16 linears; in cpu_kernels.cpp they do not."""
+    settings = {**vars(plan.args), "compile": True, "dtype": "bf16"}
+    short = replace(plan, dtype="bfloat16", questions=plan.questions[:3], args=Namespace(**settings))
+    decoder = load(short)
+    ours, plain = answers(short, decoder), answers(short, decoder, plain=True)
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in plain]
+    assert sum(len(answer.token_ids) for answer in ours) == 3 * TOKENS
