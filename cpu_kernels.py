@@ -10,6 +10,7 @@ Layouts, in 32-bit words of p = 1 float or p = 2 bfloat16: weights (out / 32, in
 """
 
 import hashlib
+import itertools
 import math
 import mmap
 import os
@@ -126,8 +127,8 @@ class PackedLayers(nn.Module):
         keys = (batch, self.n_kv_head, slots // COLUMNS, self.head_dim // p, COLUMNS, p)
         values = (batch, self.n_kv_head, slots // p, self.head_dim, p)
         shapes = [keys, values] * len(self.windows)
-        block = huge_block(len(shapes) * math.prod(keys), dtype)
-        self.caches = [part.view(shape) for part, shape in zip(block.split(math.prod(keys)), shapes, strict=True)]
+        blocks = huge_blocks([math.prod(shape) for shape in shapes], dtype)
+        self.caches = [block.view(shape) for block, shape in zip(blocks, shapes, strict=True)]
         for i, cache in enumerate(self.caches):
             self.register_buffer(f"cache_{i}", cache, persistent=False)
 
@@ -179,7 +180,7 @@ def install(*models: nn.Module) -> None:
     if not weights:
         return
     sizes = [-(-weight.size(0) // COLUMNS) * COLUMNS * weight.size(1) for weight in weights]
-    parts = huge_block(sum(sizes), weights[0].dtype).split(sizes)
+    parts = huge_blocks(sizes, weights[0].dtype)
     packed = {weight: pack(weight, part) for weight, part in zip(weights, parts, strict=True)}
     made: dict[nn.Module, nn.Module] = {}
     for module in modules:
@@ -223,11 +224,14 @@ def pack(weight: Tensor, into: Tensor) -> Tensor:
     return packed.copy_(blocks.transpose(1, 2))
 
 
-def huge_block(count: int, dtype: torch.dtype) -> Tensor:
-    """`count` zeros, in huge pages where the system has them; the memory is taken when it is written."""
-    block = mmap.mmap(-1, count * dtype.itemsize + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def huge_blocks(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros, one tensor for each size, in huge pages where the system has them; memory is taken when it is written.
+
+    Each has a storage of its own: torch.compile copies tensors in and out that share one with what it mutates."""
+    size = dtype.itemsize
+    block = mmap.mmap(-1, sum(sizes) * size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(block, dtype=torch.uint8)
-    start = -memory.data_ptr() % HUGE_PAGE
-    return memory[start : start + count * dtype.itemsize].view(dtype)
+    start = -torch.frombuffer(block, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    starts = [start + size * count for count in itertools.accumulate(sizes, initial=0)]
+    return [torch.frombuffer(block, dtype=dtype, offset=at, count=n) for at, n in zip(starts, sizes, strict=False)]
