@@ -1,4 +1,4 @@
-// Two operators for decoding on a CPU, where a step costs what it reads: `linear` over packed weights, and `layers`, a
+// Operators for decoding on a CPU, where a step costs what it reads: `linear` over packed weights, `norm`, and `layers`, a
 // stack of decoder layers over caches of which only the filled slots are read. cpu_kernels.py builds this file and makes
 // the layouts it reads.
 //
@@ -33,9 +33,10 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
 constexpr int kColumns = 32;       // of a packed block: two vectors
-constexpr int kRows = 12;          // of a tile: 24 sums, about as many as 32 registers hold
+constexpr int kRows = 12;          // of a tile: 24 sums, about as many as AVX512's 32 registers hold
 constexpr int kMaxHeadDim = 256;
 constexpr int kChunk = 64;         // keys whose softmax is taken together
+constexpr int kFewBlocks = 8;      // of query rows a key head: up to here threads may share a block's chunks
 constexpr float kMasked = -2e30f;  // a masked score
 constexpr float kLowest = -1e30f;  // the largest score of no keys at all: above kMasked, so that masked ones weigh 0
 
@@ -171,7 +172,7 @@ void linear_rows(const T* x, const Tensor& packed, const std::optional<Tensor>& 
 // x (..., in) -> (..., out). packed (out / 32, in / p, 32, p): blocks of 32 outputs, in words of p inputs.
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out) {
   const int64_t in = x.size(-1);
-  TORCH_CHECK(x.is_contiguous() && packed.size(1) * packed.size(3) == in, "x ", x.sizes(), " of strides ", x.strides(),
+  TORCH_CHECK(x.is_contiguous() && packed.size(1) * packed.size(3) == in && packed.size(0) * kColumns >= out, "x ", x.sizes(), " of strides ", x.strides(),
               ", weights ", packed.sizes());
   auto shape = x.sizes().vec();
   shape.back() = out;
@@ -199,10 +200,13 @@ inline Floats exponential(Floats x) {
   return x < -85.0f ? Floats{} : (p * r * r + r + 1.0f) * (Floats)power;
 }
 
-// The softmax over some keys, not yet divided by its sum: largest score, sum of exponentials, weighted values.
+// The softmax over some keys, not yet divided by its sum, for up to kRows rows: in memory that somebody else holds.
 struct Part {
-  float largest[kRows], sum[kRows];
-  alignas(64) float values[kRows * kMaxHeadDim];  // only rows * Hd of them are ever touched
+  float *largest, *sum, *values;  // of each row: the largest score, the sum of exponentials, the weighted values (Hd)
+
+  static int64_t size(int64_t head_dim) { return kRows * (head_dim + 2); }
+
+  explicit Part(float* memory) : largest(memory), sum(memory + kRows), values(memory + 2 * kRows) {}
 
   void clear(int rows, int64_t head_dim) {
     std::fill_n(largest, rows, kLowest);
@@ -233,7 +237,7 @@ struct Block {
   const T *k, *v;  // (S / 32, Hd / per word, 32, per word) and (S / per word, Hd, per word)
 
   // Writes the attention over the keys of one chunk to `part`.
-  void over(int64_t chunk, int64_t head_dim, Part& part) const {
+  void over(int64_t chunk, int64_t head_dim, Part part) const {
     const int64_t n = head_dim / kPerWord<T>, begin = chunk * kChunk;
     Floats sums[kRows][2];
     alignas(64) float scores[kRows][kChunk];
@@ -250,7 +254,7 @@ struct Block {
     }
   }
 
-  void softmax(float* scores, int r, int64_t begin, float scale, T* weights, Part& part) const {
+  void softmax(float* scores, int r, int64_t begin, float scale, T* weights, Part part) const {
     Floats x[kChunk / 16], top = Floats{} + kLowest, total = {};
     Ints slot = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     slot += int32_t(begin);
@@ -293,6 +297,7 @@ struct Attention {
     constexpr int p = kPerWord<T>;
     for (int64_t i = 0; i < batch * tokens * kv_heads; i++) {
       const int64_t head = i % kv_heads, row = i / kv_heads, b = row / tokens, slot = positions[row];
+      TORCH_CHECK(0 <= slot && slot < slots, "position ", slot, " in a cache of ", slots, " slots");
       const T* key = qkv + (row * (heads + 2 * kv_heads) + heads + head) * head_dim;
       const T* value = key + kv_heads * head_dim;
       T* keys = k_cache + ((b * kv_heads + head) * slots + slot / kColumns * kColumns) * head_dim;
@@ -312,9 +317,10 @@ struct Attention {
     block.rows = rows, block.k = k_cache + cache, block.v = v_cache + cache;
     for (int r = 0; r < rows; r++) {
       const int64_t row = b * tokens + (begin + r) / group(), query = head * group() + (begin + r) % group();
-      // The last slot takes padding, which sees nothing.
-      block.end[r] = positions[row] == slots - 1 ? 0 : positions[row] + 1;
-      block.first[r] = window > 0 ? std::max<int64_t>(0, block.end[r] - window) : 0;
+      const bool padding = positions[row] == slots - 1;  // goes to the last slot and sees nothing
+      block.end[r] = padding ? 0 : positions[row] + 1;
+      block.first[r] = padding ? INT32_MAX : 0;
+      if (window > 0 && !padding) block.first[r] = std::max<int64_t>(0, block.end[r] - window);
       block.y[r] = y + (row * heads + query) * head_dim;
       const T* q = qkv + (row * (heads + 2 * kv_heads) + query) * head_dim;
       std::memcpy(block.q + r * head_dim, q, head_dim * sizeof(T));
@@ -336,23 +342,25 @@ struct Attention {
       const int64_t end = (*std::max_element(rows.end, rows.end + rows.rows) + kChunk - 1) / kChunk;
       starts.push_back(starts.back() + std::max<int64_t>(0, end - chunks.back()));
     }
-    const bool share_chunks = count < 4 * at::get_num_threads();
-    const auto parts = std::make_unique_for_overwrite<Part[]>(share_chunks ? starts.back() : 0);
+    const bool share_chunks = count < 4 * at::get_num_threads() && blocks_per_head() <= kFewBlocks;
+    const auto memory = std::make_unique_for_overwrite<float[]>(share_chunks ? starts.back() * Part::size(head_dim) : 0);
+    auto part = [&](int64_t c) { return Part(memory.get() + c * Part::size(head_dim)); };
     if (share_chunks)
       at::parallel_for(0, starts.back(), 1, [&](int64_t begin, int64_t end) {
         int64_t i = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
         for (int64_t c = begin; c < end; c++) {
           while (c >= starts[i + 1]) i++;
-          blocks[i].over(chunks[i] + c - starts[i], head_dim, parts[c]);
+          blocks[i].over(chunks[i] + c - starts[i], head_dim, part(c));
         }
       });
     at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-      Part all, part;
+      const auto own = std::make_unique_for_overwrite<float[]>(2 * Part::size(head_dim));
+      Part all(own.get()), next(own.get() + Part::size(head_dim));
       for (int64_t i = begin; i < end; i++) {
         all.clear(blocks[i].rows, head_dim);
         for (int64_t c = starts[i]; c < starts[i + 1]; c++) {
-          if (!share_chunks) blocks[i].over(chunks[i] + c - starts[i], head_dim, part);
-          all.add(share_chunks ? parts[c] : part, blocks[i].rows, head_dim);
+          if (!share_chunks) blocks[i].over(chunks[i] + c - starts[i], head_dim, next);
+          all.add(share_chunks ? part(c) : next, blocks[i].rows, head_dim);
         }
         blocks[i].finish(all, head_dim);
       }
@@ -360,7 +368,7 @@ struct Attention {
   }
 };
 
-// ---- a layer ---------------------------------------------------------------------------------------------------------
+// ---- norm and layers -------------------------------------------------------------------------------------------------
 
 template <class T>
 void rms_norm(const T* x, const T* weight, int64_t size, float eps, T* y) {
@@ -415,6 +423,18 @@ void norm_rows(const T* x, const Tensor& weight, float eps, T* y, int64_t rows, 
   });
 }
 
+// model.RMSNorm of x (..., D): Inductor's own would sum one row in another order than several.
+Tensor norm(const Tensor& x, const Tensor& weight, double eps) {
+  const int64_t size = x.size(-1);
+  TORCH_CHECK(x.is_contiguous() && weight.numel() == size, "x ", x.sizes(), " of strides ", x.strides());
+  Tensor y = at::empty_like(x);
+  auto run = [&]<class T>(T) {
+    norm_rows<T>(x.const_data_ptr<T>(), weight, eps, y.mutable_data_ptr<T>(), x.numel() / size, size);
+  };
+  x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
+  return y;
+}
+
 // A layer for `rows` rows of `size` numbers: x becomes x + attention(normed), and then that + mlp(mlp_norm(that)).
 template <class T>
 void run_layer(const Layer& layer, T* x, const T* normed, const Attention<T>& where, const float* cos_sin, float eps,
@@ -457,6 +477,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   const int64_t kv_heads = caches[0].size(1), slots = caches[0].size(2) * kColumns, head_dim = caches[1].size(3);
   TORCH_CHECK(head_dim % kColumns == 0 && head_dim <= kMaxHeadDim && slots % kChunk == 0, "heads of ", head_dim,
               ", slots ", slots);
+  TORCH_CHECK(weights.size() == size_t(count * Layer::kTensors) && caches.size() == size_t(2 * count), weights.size(),
+              " weights and ", caches.size(), " caches for ", count, " layers");
   for (const Tensor& input : {x, normed.value_or(x), positions, cos_sin})
     TORCH_CHECK(input.is_contiguous(), "sizes ", input.sizes(), ", strides ", input.strides());
   const std::vector<std::optional<Tensor>> tensors = weights.vec();
@@ -487,11 +509,13 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
 
 TORCH_LIBRARY(eagle_fast, library) {
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out) -> Tensor");
+  library.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   library.def("layers(Tensor x, Tensor? normed, Tensor positions, Tensor cos_sin, Tensor?[] weights, "
               "Tensor(a!)[] caches, int[] windows, int heads, float eps, int[] taps) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(eagle_fast, CPU, library) {
   library.impl("linear", &linear);
+  library.impl("norm", &norm);
   library.impl("layers", &layers);
 }

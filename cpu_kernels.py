@@ -9,23 +9,29 @@ Layouts, in 32-bit words of p = 1 float or p = 2 bfloat16: weights (out / 32, in
 (B, Hkv, S / 32, Hd / p, 32, p), values (B, Hkv, S / p, Hd, p). Shapes as in model.py.
 """
 
+import ctypes
 import hashlib
 import itertools
 import math
 import mmap
 import os
+import shlex
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Block, RMSNorm, Stack
 
 COLUMNS = 32  # outputs, or slots, that lie side by side
 CHUNK = 64  # slots: what attention takes at a time
+MAX_HEAD_DIM = 256
 HUGE_PAGE = 2 << 20  # bytes
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -36,17 +42,15 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 def load_library() -> None:
     """Makes the operators known to torch; compiles them where that was not done for this source, torch and machine.
 
-    Raises OSError or subprocess.CalledProcessError where there is no compiler, or none that takes this source."""
+    Raises OSError or subprocess.CalledProcessError: no g++ (11 or newer), or no processor with AVX512, without whose
+    registers the operators are slower than torch's own."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        raise OSError("they need a processor with AVX512")
     if not hasattr(torch.ops.eagle_fast, "linear"):
         torch.ops.load_library(str(build()))
         torch.library.register_fake("eagle_fast::linear", lambda x, packed, bias, out: x.new_empty(*x.shape[:-1], out))
+        torch.library.register_fake("eagle_fast::norm", lambda x, *rest: torch.empty_like(x))
         torch.library.register_fake("eagle_fast::layers", fake_layers)
-
-
-def reason(error: Exception) -> str:
-    """One line of what load_library raised."""
-    said = error.stderr.decode(errors="replace").strip() if isinstance(error, subprocess.CalledProcessError) else ""
-    return next((line for line in said.splitlines() if "error" in line), str(error))
 
 
 def fake_layers(x: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -56,22 +60,32 @@ def fake_layers(x: Tensor, *rest) -> tuple[Tensor, Tensor]:
 def build() -> Path:
     """The shared library, in the user's cache folder under a name that tells what it was made from and for."""
     root = Path(torch.__file__).parent
-    include, lib = root / "include", root / "lib"
-    flags = ["-O3", "-march=native", "-std=gnu++20", "-shared", "-fPIC", "-fopenmp", "-Wno-ignored-attributes"]
-    flags += [f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-L{lib}", "-ltorch_cpu", "-lc10"]
-    compiler = os.environ.get("CXX", "g++")
-    native = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=True).stdout
+    flags = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-std=gnu++20", "-shared", "-fPIC"]
+    flags += ["-fopenmp", "-Wno-ignored-attributes", f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
+    flags += [f"-L{root}/lib", "-ltorch_cpu", "-lc10"]
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    run = partial(subprocess.run, capture_output=True, check=True, env=os.environ | {"LC_ALL": "C"})
+    native = run([*compiler, "-march=native", "-Q", "--help=target", "--version"]).stdout
     made_from = (SOURCE.read_bytes(), repr((compiler, flags, torch.__version__)).encode(), native)
     name = hashlib.sha256(b"".join(made_from)).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "eagle-fast"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "eagle-fast"
     library = folder / f"cpu_kernels-{name}.so"
     if not library.exists():
+        print(f"building the CPU operators into {folder}, once ...", file=sys.stderr, flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # appears whole or not at all
             made = Path(scratch) / library.name
-            subprocess.run([compiler, str(SOURCE), "-o", str(made), *flags], capture_output=True, check=True)
+            run([*compiler, str(SOURCE), "-o", str(made), *flags])
             made.replace(library)
     return library
+
+
+def reason(error: Exception) -> str:
+    """One line of what `install` raised."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        return str(error)
+    said = error.stderr.decode(errors="replace").splitlines()
+    return next((line for line in said if "error" in line), f"{error.cmd[0]} ended with exit code {error.returncode}")
 
 
 # ---- the modules -----------------------------------------------------------------------------------------------------
@@ -88,6 +102,18 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.eagle_fast.linear(x.contiguous(), self.weight, self.bias, self.out_features)
+
+
+class PackedNorm(nn.Module):
+    """model.RMSNorm."""
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        self.eps = norm.eps
+        self.register_buffer("weight", norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.eagle_fast.norm(x.contiguous(), self.weight, self.eps)
 
 
 class PackedEmbedding(nn.Module):
@@ -111,29 +137,31 @@ class PackedLayers(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = attention.n_head, attention.n_kv_head, attention.head_dim
         self.eps = blocks[0].mlp_norm.eps
         self.windows = [block.attention.window or 0 for block in blocks]
-        self.weights: list[Tensor | None] = []
+        weights: list[Tensor | None] = []
         for norm, block in zip(norms, blocks, strict=True):
             attention, mlp = block.attention, block.mlp
-            self.weights += [weight_of(norm), packed[attention.qkv.weight], attention.qkv.bias]
-            self.weights += [weight_of(attention.q_norm), weight_of(attention.k_norm)]
-            self.weights += [packed[attention.out.weight], attention.out.bias, weight_of(block.mlp_norm)]
-            self.weights += [packed[mlp.gate_up.weight], packed[mlp.down.weight]]
-        for i, weight in enumerate(self.weights):
+            weights += [weight_of(norm), packed[attention.qkv.weight], attention.qkv.bias]
+            weights += [weight_of(attention.q_norm), weight_of(attention.k_norm)]
+            weights += [packed[attention.out.weight], attention.out.bias, weight_of(block.mlp_norm)]
+            weights += [packed[mlp.gate_up.weight], packed[mlp.down.weight]]
+        self.n_weights, self.dtype = len(weights), blocks[0].mlp_norm.weight.dtype
+        for i, weight in enumerate(weights):
             self.register_buffer(f"weight_{i}", weight)
 
     def allocate_cache(self, batch: int, slots: int) -> None:
         assert slots % CHUNK == 0, f"{slots} slots, in chunks of {CHUNK}"
-        dtype, p = self.weights[-1].dtype, per_word(self.weights[-1].dtype)
+        p = per_word(self.dtype)
         keys = (batch, self.n_kv_head, slots // COLUMNS, self.head_dim // p, COLUMNS, p)
         values = (batch, self.n_kv_head, slots // p, self.head_dim, p)
         shapes = [keys, values] * len(self.windows)
-        blocks = huge_blocks([math.prod(shape) for shape in shapes], dtype)
-        self.caches = [block.view(shape) for block, shape in zip(blocks, shapes, strict=True)]
-        for i, cache in enumerate(self.caches):
-            self.register_buffer(f"cache_{i}", cache, persistent=False)
+        blocks = huge_blocks([math.prod(shape) for shape in shapes], self.dtype)
+        for i, (block, shape) in enumerate(zip(blocks, shapes, strict=True)):
+            self.register_buffer(f"cache_{i}", block.view(shape), persistent=False)
 
     def run(self, x: Tensor, normed: Tensor | None, positions: Tensor, cos_sin: Tensor, taps: tuple[int, ...]):
-        inputs = (x.contiguous(), normed, positions.contiguous(), cos_sin.contiguous(), self.weights, self.caches)
+        weights = [getattr(self, f"weight_{i}") for i in range(self.n_weights)]
+        caches = [getattr(self, f"cache_{i}") for i in range(2 * len(self.windows))]
+        inputs = (x.contiguous(), normed, positions.contiguous(), cos_sin.contiguous(), weights, caches)
         return torch.ops.eagle_fast.layers(*inputs, self.windows, self.n_head, self.eps, taps)
 
 
@@ -173,23 +201,24 @@ def per_word(dtype: torch.dtype) -> int:
 def install(*models: nn.Module) -> None:
     """Rewrites models, which may share modules, in place; frees the weights it packed. Before `allocate`.
 
-    What the operators do not do stays as it is: float16, odd sizes."""
+    What the operators do not do stays as it is: float16, inputs of no whole number of words, heads that are no multiple
+    of 32 wide. Raises OSError or subprocess.CalledProcessError as load_library does, and then has changed nothing."""
     load_library()
     modules = [module for model in models for module in model.modules()]
     weights = list({linear.weight: None for linear in modules if isinstance(linear, nn.Linear) and fits(linear)})
     if not weights:
         return
     sizes = [-(-weight.size(0) // COLUMNS) * COLUMNS * weight.size(1) for weight in weights]
-    parts = huge_blocks(sizes, weights[0].dtype)
-    packed = {weight: pack(weight, part) for weight, part in zip(weights, parts, strict=True)}
+    packed = {}
+    for weight, part in zip(weights, huge_blocks(sizes, weights[0].dtype), strict=True):
+        packed[weight] = pack(weight, part)
+        weight.data = weight.new_empty(0)
     made: dict[nn.Module, nn.Module] = {}
     for module in modules:
         for name, child in module.named_children():
             if child not in made:
                 made[child] = replacement(child, packed)
             setattr(module, name, made[child])
-    for weight in weights:
-        weight.data = weight.new_empty(0)
 
 
 def fits(linear: nn.Linear) -> bool:
@@ -202,6 +231,8 @@ def replacement(module: nn.Module, packed: dict[Tensor, Tensor]) -> nn.Module:
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Linear) and weight in packed:
         return PackedLinear(packed[weight], module.bias, module.out_features)
+    if isinstance(module, RMSNorm):
+        return PackedNorm(module)
     if isinstance(module, nn.Embedding) and weight in packed:
         return PackedEmbedding(packed[weight], module.num_embeddings)
     if isinstance(module, Stack) and len(module) > 0 and all(packable(layer.block, packed) for layer in module):
@@ -213,15 +244,34 @@ def replacement(module: nn.Module, packed: dict[Tensor, Tensor]) -> nn.Module:
 
 def packable(block: Block, packed: dict[Tensor, Tensor]) -> bool:
     linears = (module for module in block.modules() if isinstance(module, nn.Linear))
-    return block.attention.head_dim % COLUMNS == 0 and all(linear.weight in packed for linear in linears)
+    head_dim = block.attention.head_dim
+    return head_dim % COLUMNS == 0 and head_dim <= MAX_HEAD_DIM and all(linear.weight in packed for linear in linears)
 
 
+@torch.no_grad()
 def pack(weight: Tensor, into: Tensor) -> Tensor:
-    """weight (out, in) -> (out / 32, in / p, 32, p) in the memory `into`; rows that fill the last block are 0."""
+    """weight (out, in) -> (out / 32, in / p, 32, p) in the memory `into`, of zeros: those fill the last block."""
     p, (out, size) = per_word(weight.dtype), weight.shape
     packed = into.view(-1, size // p, COLUMNS, p)
-    blocks = F.pad(weight.detach(), (0, 0, 0, -out % COLUMNS)).view(-1, COLUMNS, size // p, p)
-    return packed.copy_(blocks.transpose(1, 2))
+    whole = out // COLUMNS * COLUMNS
+    rows = packed.transpose(1, 2)
+    rows[: out // COLUMNS] = weight[:whole].view(-1, COLUMNS, size // p, p)
+    if whole < out:
+        rows[-1, : out - whole] = weight[whole:].view(-1, size // p, p)
+    return packed
+
+
+@contextmanager
+def freed_memory_given_back() -> Iterator[None]:
+    """What torch frees meanwhile goes back to the system at once, so that packing a model does not take it twice."""
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)  # glibc has it
+    set_option(M_MMAP_THRESHOLD, 256 << 10)
+    try:
+        yield
+    finally:  # scratch memory is to stay; 32 MB is the most that glibc takes
+        set_option(M_MMAP_THRESHOLD, 32 << 20)
+        set_option(M_TRIM_THRESHOLD, 64 << 20)
 
 
 def huge_blocks(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -231,7 +281,8 @@ def huge_blocks(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
     size = dtype.itemsize
     block = mmap.mmap(-1, sum(sizes) * size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel built without them
+            block.madvise(mmap.MADV_HUGEPAGE)
     start = -torch.frombuffer(block, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     starts = [start + size * count for count in itertools.accumulate(sizes, initial=0)]
     return [torch.frombuffer(block, dtype=dtype, offset=at, count=n) for at, n in zip(starts, sizes, strict=False)]

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -262,6 +263,7 @@ def load_models(plan: Plan) -> list[nn.Module]:
     """The target, and the draft where tokens are drafted: weights and caches, on the device."""
     import torch
 
+    import cpu_kernels
     import speculate
 
     args, K = plan.args, plan.K
@@ -269,10 +271,12 @@ def load_models(plan: Plan) -> list[nn.Module]:
     folder = fetch_weights(plan.target_folder, plan.target_name, "target")
     if K > 0:
         fetch_weights(plan.speculator.folder, args.speculator, "speculator")
-    target = load_target(folder, plan.target, plan.speculator.aux_layer_ids if K > 0 else (), device, dtype)
-    models = [target, load_draft(plan.speculator, target)] if K > 0 else [target]
-    if args.compile and device.type == "cpu":
-        use_cpu_kernels(models)
+    kernels = args.compile and device.type == "cpu"
+    with cpu_kernels.freed_memory_given_back() if kernels else nullcontext():
+        target = load_target(folder, plan.target, plan.speculator.aux_layer_ids if K > 0 else (), device, dtype)
+        models = [target, load_draft(plan.speculator, target)] if K > 0 else [target]
+        if kernels:
+            use_cpu_kernels(models)
     for model in models:
         model.allocate(1, speculate.cache_slots(plan.max_seq_len))
     return models
@@ -296,7 +300,7 @@ def use_cpu_kernels(models: list[nn.Module]) -> None:
     try:
         cpu_kernels.install(*models)
     except (OSError, subprocess.CalledProcessError) as error:
-        say(f"notice: the CPU operators were not built, so decoding is slower: {cpu_kernels.reason(error)}")
+        say(f"notice: decoding is slower without our CPU operators: {cpu_kernels.reason(error)}")
 
 
 def compile_steps(decoder: Decoder, plain_too: bool) -> float:

@@ -26,7 +26,9 @@ def law(logits: Tensor, temperature: Tensor, top_k: Tensor | None = None, top_p:
     if top_p is not None:
         before = ranked.cumsum(-1) - ranked
         keep = before < top_p * ranked.sum(-1, keepdim=True)
-        keep[..., 0] = True  # top_p below the rounding of the sum keeps the best token all the same
+        # top_p below the rounding of the sum keeps the best token all the same. Not keep[..., 0] = True, which makes a
+        # tensor on the host, in the middle of a round.
+        keep[..., :1].fill_(True)
         ranked = ranked * keep
     kept = torch.zeros_like(probs).scatter(-1, order, ranked)
     return kept / kept.sum(-1, keepdim=True)

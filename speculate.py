@@ -9,8 +9,9 @@ target's cache holds x_0 .. x_{L-1}; `state` holds the newest `count` tokens, x_
 before them; the draft's cache holds true rows up to those, and the next round's first draft pass writes the rest.
 """
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -200,12 +201,15 @@ class Decoder:
         self.generator = torch.Generator(state.tokens.device)
         self.ids: list[int] = []  # the sequence so far, the pending token last
         self.sound = 0  # rows of both caches that are valid for `ids`
-        on_cuda = state.tokens.is_cuda
-        self.ahead = on_cuda if ahead is None else ahead
-        self.queued: Callable[[], list[int]] | None = None  # reads the round that runs ahead
-        # Where results are copied to, in turn, and what says that they are there.
-        pinned = torch.empty(2, state.K + 2, dtype=torch.int64, pin_memory=on_cuda)
-        self.landings = [(row, torch.cuda.Event()) for row in pinned] if on_cuda else []
+        self.ahead = state.tokens.is_cuda if ahead is None else ahead
+        self.queued: tuple[bool, Callable[[], list[int]]] | None = (
+            None  # the round that runs ahead: plain? and its reader
+        )
+        # On CUDA: where results are copied to, in turn, and what says that they are there.
+        self.landings: Iterator | None = None
+        if state.tokens.is_cuda:
+            pinned = torch.empty(2, state.K + 2, dtype=torch.int64, pin_memory=True)
+            self.landings = itertools.cycle([(row, torch.cuda.Event()) for row in pinned])
 
     def refill(self) -> None:
         """New uniforms for the next call; greedy needs none."""
@@ -243,8 +247,9 @@ class Decoder:
         """One round: between 1 and K + 1 new tokens; plain: one step without the draft.
 
         Running ahead, an answer is all plain or not at all."""
-        read = self.queued or self.launch(plain)
-        self.queued = self.launch(plain) if self.ahead else None
+        was_plain, read = self.queued or (plain, self.launch(plain))
+        assert was_plain == plain, f"asked for plain={plain}, with plain={was_plain} under way"
+        self.queued = (plain, self.launch(plain)) if self.ahead else None
         if not plain or self.state.K == 0:
             # This round's first draft pass covers all tokens so far; a plain step leaves the draft's rows unwritten.
             self.sound = len(self.ids) - 1
@@ -257,14 +262,18 @@ class Decoder:
         """Queues one call; returns what waits for its result, (K + 2), and reads it."""
         self.refill()
         result = (self.steps.plain if plain else self.steps.round)()[0]
-        if not self.landings:
+        if self.landings is None:
             return result.tolist
-        landing, landed = self.landings[0]
-        self.landings.reverse()
+        landing, landed = next(self.landings)
         landing = landing[: result.numel()]
         landing.copy_(result, non_blocking=True)  # before the next replay overwrites it
         landed.record()
-        return lambda: (landed.synchronize(), landing.tolist())[1]
+
+        def read() -> list[int]:
+            landed.synchronize()
+            return landing.tolist()
+
+        return read
 
     def warm_up(self, plain_too: bool) -> float:
         """Compiles, and records CUDA graphs, by running on a dummy prompt; returns seconds."""
@@ -273,7 +282,7 @@ class Decoder:
             for _ in range(3):  # a CUDA graph is warmed up, recorded and replayed
                 self.start([0])
                 self.round(plain)
-        self.ids, self.sound = [], 0
+        self.ids, self.sound, self.queued = [], 0, None
         return time.perf_counter() - began
 
 

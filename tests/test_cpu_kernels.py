@@ -3,12 +3,14 @@
 import copy
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import cpu_kernels
+import generate
 from model import Block, Positions, Transformer, allocate_caches
 from speculators_config import DecoderConfig, Rope
 
@@ -18,9 +20,17 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    if shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("needs g++ and AVX512")
     cpu_kernels.load_library()
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def config(**changes) -> DecoderConfig:
@@ -81,8 +91,10 @@ def run(block: nn.Module, positions: Positions, window: int | None, x: torch.Ten
         {"qk_norm": True, "n_head": 2},
         {"windows": (70, None)},
         {"n_head": 16, "n_kv_head": 1, "head_dim": 64},
+        {"head_dim": 96},
+        {"head_dim": 256, "n_head": 2},
     ],
-    ids=["plain", "biases", "qk_norm", "window", "one key head"],
+    ids=["plain", "biases", "qk_norm", "window", "one key head", "heads of 96", "heads of 256"],
 )
 def test_block_is_pytorchs_and_does_not_depend_on_the_other_rows(dtype, changes):
     settings = config(**changes)
@@ -107,6 +119,63 @@ def test_block_is_pytorchs_and_does_not_depend_on_the_other_rows(dtype, changes)
         start += rows
 
 
+def test_the_number_of_threads_changes_no_bit(threads):
+    """With few threads they share blocks of rows, with many the chunks of each block."""
+    settings = config()
+    positions = Positions(settings)
+    positions.allocate(SLOTS, torch.device("cpu"))
+    block = fill(nn.Sequential(Block(settings, None, 48)), torch.bfloat16)
+    cpu_kernels.install(block)
+    inputs = [torch.randn(1, rows, 48).bfloat16() for rows in (64, 64, 64, 1, 4)]
+
+    def answers(count: int) -> list[torch.Tensor]:
+        threads(count)
+        allocate_caches(block[0], 1, SLOTS)
+        starts = torch.tensor([0, 64, 128, 192, 193]).unsqueeze(1)
+        return [run(block[0], positions, None, x, start) for x, start in zip(inputs, starts, strict=True)]
+
+    one = answers(1)
+    for count in (2, 5, 16):
+        assert all(map(torch.equal, answers(count), one))
+
+
+@pytest.mark.parametrize("taps", [(), (0, 2), (1, 3)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_stack_is_pytorchs_with_the_states_between_its_layers(dtype, taps):
+    settings = config(n_layer=3, windows=(None, 70, None))
+    plain = fill(Transformer(settings, taps, tied=True), dtype)
+    packed = copy.deepcopy(plain)
+    cpu_kernels.install(packed)
+    assert isinstance(packed.layers, cpu_kernels.PackedStack)
+    assert isinstance(packed.norm, cpu_kernels.PackedNorm)
+    for model in (plain, packed):
+        model.allocate(1, SLOTS)
+    for start, rows in ((0, 100), (100, 5)):
+        tokens = torch.randint(100, (1, rows))
+        where = start + torch.arange(rows)[None]
+        (x, aux), (y, ours) = plain(tokens, where), packed(tokens, where)
+        tolerance = {"rtol": 3 * TOLERANCE[dtype], "atol": 10 * TOLERANCE[dtype]}
+        torch.testing.assert_close(y, x, **tolerance)
+        assert (ours is None) == (aux is None) == (not taps)
+        if taps:
+            torch.testing.assert_close(ours, aux, **tolerance)
+        torch.testing.assert_close(packed.logits(y), plain.logits(x), **tolerance)
+
+
+def test_a_position_outside_the_cache_is_refused():
+    settings = config()
+    positions = Positions(settings)
+    positions.allocate(SLOTS, torch.device("cpu"))
+    block = fill(nn.Sequential(Block(settings, None, 48)), torch.float32)
+    cpu_kernels.install(block)
+    allocate_caches(block[0], 1, SLOTS)
+    x = torch.randn(1, 1, 48)
+    _, cos_sin, bias = positions(torch.tensor([[0]]), x.dtype)[0]
+    for wrong in (-1, SLOTS):
+        with pytest.raises(RuntimeError, match=f"position {wrong} in a cache of {SLOTS} slots"):
+            block[0](x, x, torch.tensor([[wrong]]), cos_sin, bias)
+
+
 def test_padding_in_the_last_slot_is_neither_seen_nor_sees_anything():
     settings = config()
     positions = Positions(settings)
@@ -129,7 +198,17 @@ def test_a_tied_embedding_reads_the_packed_head_and_the_weights_are_kept_once():
     assert model.embed.weight.data_ptr() == model.head.weight.data_ptr()
     tokens = torch.tensor([[0, 31, 32, 99]])
     assert torch.equal(model.embed(tokens), plain.embed(tokens))
-    assert sum(parameter.numel() for parameter in model.parameters()) == 48  # the last norm
+    assert sum(parameter.numel() for parameter in model.parameters()) == 0
+
+
+def test_every_cache_has_a_storage_of_its_own():
+    """Else torch.compile copies all of them in and out at every call."""
+    model = fill(Transformer(config(), tied=True), torch.bfloat16)
+    cpu_kernels.install(model)
+    model.allocate(1, SLOTS)
+    caches = [buffer for name, buffer in model.layers.named_buffers() if name.startswith("cache_")]
+    assert len(caches) == 4
+    assert all(cache.untyped_storage().nbytes() == cache.nbytes for cache in caches)
 
 
 def test_modules_that_two_models_share_stay_shared():
@@ -149,12 +228,39 @@ def test_what_does_not_fit_stays_plain_pytorch():
     assert [type(model[0]) for model in (half, odd, heads)] == [nn.Linear, nn.Linear, Block]
 
 
-def test_a_missing_compiler_and_a_failing_one_are_told_apart_from_a_defect(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(OSError, match="no-such-compiler"):
-        cpu_kernels.build()
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(subprocess.CalledProcessError):
-        cpu_kernels.build()
-    assert not list(tmp_path.rglob("*.so"))
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_what_a_compiler_leaves_behind_is_all_or_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    failing = 'case "$*" in *--help=target*) exit 0;; esac; echo "x.cpp:1: error: too old" >&2; exit 1'
+    for compiler, reason in (
+        ("no-such-compiler", "no-such-compiler"),
+        ("false", "false ended with exit code 1"),
+        (script(tmp_path / "failing", failing), "error: too old"),
+    ):
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises((OSError, subprocess.CalledProcessError)) as raised:
+            cpu_kernels.build()
+        assert reason in cpu_kernels.reason(raised.value)
+    assert not list((tmp_path / "cache").rglob("*.*"))
+    working = 'case "$*" in *--help=target*) exit 0;; esac; while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+    monkeypatch.setenv("CXX", f"sh {script(tmp_path / 'working', working)}")
+    made = cpu_kernels.build()
+    assert made.read_text() == "made\n"
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
+
+
+def test_without_them_a_notice_says_why_and_the_model_stays_as_it_is(monkeypatch, capsys):
+    def refuse():
+        raise OSError("they need a processor with AVX512")
+
+    monkeypatch.setattr(cpu_kernels, "load_library", refuse)
+    model = nn.Sequential(nn.Linear(4, 4))
+    generate.use_cpu_kernels([model])
+    said = capsys.readouterr().err
+    assert said == "notice: decoding is slower without our CPU operators: they need a processor with AVX512\n"
+    assert type(model[0]) is nn.Linear

@@ -2,6 +2,7 @@
 
 Acceptance and proposals are compared as well as tokens, because the target hides a broken draft."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def test_a_round_read_late_is_the_same_round(K, sampling):
     def answers(ahead, landing):
         decoder = make_decoder(*open_pair(FIXTURES / "drafts/eagle3_trained"), K, ahead=ahead, **sampling)
         if landing:
-            decoder.landings = [(torch.empty(K + 2, dtype=torch.int64), Landed()) for _ in range(2)]
+            decoder.landings = itertools.cycle([(torch.empty(K + 2, dtype=torch.int64), Landed()) for _ in range(2)])
         first, rounds = greedy(decoder, PROMPT, 30)
         second = greedy(decoder, PROMPT + first, 20, keep=True)
         return first, rounds, second, greedy(decoder, PROMPT[:4], 20), greedy(decoder, PROMPT[:4], 20, plain=True)
