@@ -6,16 +6,20 @@ VENV_PYTHON := .venv/bin/python
 SPECULATOR := demo/SmolLM2-135M-Instruct-speculator.eagle3
 TARGET := demo/SmolLM2-135M-Instruct
 
-.PHONY: help demo test test-real lint
+.PHONY: help demo bench test test-real lint
 
 help:
 	@echo "make demo       run a small EAGLE-3 speculator on the CPU or GPU, next to plain decoding"
+	@echo "make bench      how fast that is, and how near to what this machine's memory allows"
 	@echo "make test       the tests that need nothing but this folder"
 	@echo "make test-real  the tests on the demo's real pair of models"
 	@echo "make lint       ruff: rules and format"
 
 demo: .venv/installed $(TARGET)
 	$(VENV_PYTHON) generate.py --speculator $(SPECULATOR) --target $(TARGET) --prompt "Why is the sky blue?" --baseline
+
+bench: .venv/installed $(TARGET)
+	$(VENV_PYTHON) -m bench.run --speculator $(SPECULATOR) --target $(TARGET)
 
 test: .venv/installed-dev
 	$(VENV_PYTHON) -m pytest -m "not real"

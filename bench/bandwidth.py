@@ -1,0 +1,112 @@
+"""Memory: what a decoding pass must read of it, and how fast this machine reads it. Together they are the ceiling.
+
+Bytes are counted from what the modules hold, whatever its layout: each weight once a pass, each draft pass anew (a
+draft that fits the last-level cache may beat that), of the caches only the rows in use. Embeddings are read by the row,
+logits and activations stay in the processor's caches: they count nothing.
+"""
+
+import mmap
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor, nn
+
+from model import Transformer
+from speculators_config import DecoderConfig
+
+FUSING = ("input_norm", "fc_norm", "fc")  # of a draft: what only its first pass of a round reads
+
+
+def held_bytes(*modules: nn.Module | None, caches: bool = False) -> int:
+    """Bytes of all weights inside `modules`, shared ones once; caches: of what `allocate` made, which is no
+    part of the state dict: keys, values and rotary tables."""
+    held = {}
+    for module in filter(None, modules):
+        weights = module.state_dict(keep_vars=True)
+        made = {name: buffer for name, buffer in module.named_buffers() if name not in weights}
+        held |= {id(tensor): tensor.nbytes for tensor in (made if caches else weights).values()}
+    return sum(held.values())
+
+
+def cache_bytes(config: DecoderConfig, context: float, itemsize: int) -> float:
+    """Bytes of the keys and values that one pass reads behind `context` tokens."""
+    rows = sum(min(context, window or context) for window in config.windows)  # all layers together
+    return 2 * rows * config.n_kv_head * config.head_dim * itemsize
+
+
+def pass_bytes(target: Transformer, draft: nn.Module | None, K: int, context: float) -> dict[str, float]:
+    """Bytes that one round reads, by part; K = 0: one plain step."""
+    itemsize = target.norm.weight.element_size()
+    reads = {"target_layers": held_bytes(target.layers, target.norm), "target_head": held_bytes(target.head)}
+    reads |= {"draft": 0, "draft_head": 0, "cache": cache_bytes(target.config, context, itemsize)}
+    if K > 0:
+        parts = dict(draft.named_children())
+        once = held_bytes(*(parts.pop(name) for name in FUSING if name in parts))
+        head = held_bytes(parts.pop("head"))
+        every = held_bytes(*(part for name, part in parts.items() if name != "embed"))
+        reads |= {"draft": once + K * every, "draft_head": K * head}
+        reads["cache"] += K * cache_bytes(draft.config.layer, context, itemsize)
+    return reads
+
+
+def prefill_flops(target: Transformer, draft: nn.Module | None, tokens: int) -> float:
+    """Floating-point operations of a prompt, a multiply-add as two: the linears, heads left out as they see one row,
+    and attention, where a row sees half of the prompt on average."""
+    models, itemsize = [model for model in (target, draft) if model is not None], target.norm.weight.element_size()
+    parts = [part for model in models for name, part in model.named_children() if name not in ("head", "embed")]
+    layers = [(target.config, target.config.n_layer)] + (
+        [(draft.config.layer, draft.config.layer.n_layer)] if draft else []
+    )
+    attention = sum(2 * tokens * config.n_head * config.head_dim * n for config, n in layers)
+    return tokens * (2 * held_bytes(*parts) / itemsize + attention)
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1536, repeats: int = 20) -> float:
+    """Floating-point operations per second of torch's own product of two square matrices, the best of `repeats`."""
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    return 2 * size**3 / best_seconds(lambda: a @ b, device, repeats)
+
+
+def read_bandwidth(device: torch.device, size: int | None = None, repeats: int = 40) -> dict[str, float]:
+    """Measured bytes per second, by kind of memory; the best of `repeats`, after one to warm up.
+
+    On the CPU all of torch's threads look for the maximum of `size` bytes (default 512 MB), which is as fast as reading
+    gets there; elsewhere one large copy (default 2 GB), of which each byte is read and written."""
+    if device.type == "cpu":
+        size = size or 512 << 20
+        kinds = {"4 KB pages": False} | ({"huge pages": True} if hasattr(mmap, "MADV_HUGEPAGE") else {})
+        return {kind: size / best_seconds(pages(size, huge).max, device, repeats) for kind, huge in kinds.items()}
+    source = torch.ones((size or 2 << 30) // 8, dtype=torch.int64, device=device)
+    copy = torch.empty_like(source)
+    return {"copy": 2 * source.nbytes / best_seconds(lambda: copy.copy_(source), device, repeats)}
+
+
+def read_bandwidth_apart(*args) -> dict[str, float]:
+    """read_bandwidth(*args) in a process of its own, so that its buffers never were this one's memory."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(read_bandwidth, *args).result()
+
+
+def pages(size: int, huge: bool) -> Tensor:
+    """(size / 8,) int64 in memory of its own, written once: pages never written to are all one page of zeros."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.int64).fill_(1)
+
+
+def best_seconds(call: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
+    """The shortest of `repeats` calls, each waited for."""
+    wait, best = torch.get_device_module(device).synchronize, float("inf")
+    for i in range(1 + repeats):
+        wait()
+        began = time.perf_counter()
+        call()
+        wait()
+        best = min(best, time.perf_counter() - began) if i else best
+    return best
