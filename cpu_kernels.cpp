@@ -4,7 +4,8 @@
 //
 // All arithmetic is one kernel, `tile`: rows of x times 32 columns of w, over 32-bit *words* that hold two bfloat16 or
 // one float. Every sum runs in the same order whatever the number of rows, so that a row's result does not depend on
-// its company: a row alone, as plain decoding has it, and the same row among K + 1 in a verification are equal bits.
+// its company: a row alone, as plain decoding has it, and the same row among K + 1 in a verification are equal bits. (So
+// -ffp-contract=fast: a product and a sum are one instruction in every version of `tile`, or else in none.)
 
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
@@ -28,13 +29,13 @@ namespace {
 
 using at::Tensor;
 using c10::BFloat16;
-typedef float Floats __attribute__((vector_size(64)));  // 16 lanes; compilers split them where registers are shorter
+typedef float Floats __attribute__((vector_size(64)));  // 16 lanes: one register of AVX512
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
 constexpr int kColumns = 32;       // of a packed block: two vectors
-constexpr int kRows = 12;          // of a tile: 24 sums, about as many as AVX512's 32 registers hold
-constexpr int kMaxHeadDim = 256;
+constexpr int kRows = 12;          // of a tile: 24 sums, of 32 registers
+constexpr int kMaxHeadDim = 256;   // for which a block of query rows has room
 constexpr int kChunk = 64;         // keys whose softmax is taken together
 constexpr int kFewBlocks = 8;      // of query rows a key head: up to here threads may share a block's chunks
 constexpr float kMasked = -2e30f;  // a masked score

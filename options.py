@@ -36,7 +36,8 @@ def id_list(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of ids like 1,2,3") from None
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise argparse.ArgumentTypeError(f"'{shown}' is not a list of ids like 1,2,3") from None
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
