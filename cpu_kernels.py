@@ -65,8 +65,10 @@ def build() -> Path:
     flags += [f"-L{root}/lib", "-ltorch_cpu", "-lc10"]
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     run = partial(subprocess.run, capture_output=True, check=True, env=os.environ | {"LC_ALL": "C"})
-    native = run([*compiler, "-march=native", "-Q", "--help=target", "--version"]).stdout
-    made_from = (SOURCE.read_bytes(), repr((compiler, flags, torch.__version__)).encode(), native)
+    version, native = (
+        run([*compiler, *asked]).stdout for asked in (["-dumpfullversion"], ["-march=native", "-Q", "--help=target"])
+    )
+    made_from = (SOURCE.read_bytes(), repr((compiler, flags, torch.__version__)).encode(), version, native)
     name = hashlib.sha256(b"".join(made_from)).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "eagle-fast"
     library = folder / f"cpu_kernels-{name}.so"

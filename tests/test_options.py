@@ -131,7 +131,7 @@ def test_values_with_dashes_are_left_alone(text):
         ("--draft_rope_theta 0", "--draft_rope_theta: 0 is not above 1"),
         ("--aux_layer_ids 2-15", "--aux_layer_ids: '2-15' is not a list of ids like 1,2,3"),
         ("--prompt_ids 1,,2", "--prompt_ids: '1,,2' is not a list of ids like 1,2,3"),
-        (f"--prompt_ids {'1;' * 900}", f"--prompt_ids: '{'1;' * 20}...' is not a list of ids like 1,2,3"),
+        (f"--prompt_ids {'1x' * 900}", f"--prompt_ids: '{'1x' * 20}...' is not a list of ids like 1,2,3"),
         ("--norm_before_residual yes", "--norm_before_residual: invalid choice: 'yes'"),
         ("--dtype int8", "--dtype: invalid choice: 'int8'"),
         ("--device tpu", "--device: invalid choice: 'tpu'"),
