@@ -3,7 +3,7 @@
 A step costs what it reads. torch's own operators read at a third of what the memory gives, and attention under a mask
 reads slots that nobody filled. `install` rewrites modules after loading and before compiling; what it leaves alone, and
 every model it is not called for, is plain PyTorch, which is the reference. Weights move into one block of huge pages:
-with pages of 4 KB a quarter of the bandwidth goes into looking up addresses.
+with pages of 4 KB looking up addresses takes 5 to 25 % of the bandwidth.
 
 Layouts, in 32-bit words of p = 1 float or p = 2 bfloat16: weights (out / 32, in / p, 32, p), keys
 (B, Hkv, S / 32, Hd / p, 32, p), values (B, Hkv, S / p, Hd, p). Shapes as in model.py.
