@@ -286,5 +286,5 @@ def huge_blocks(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
         with suppress(OSError):  # a kernel built without them
             block.madvise(mmap.MADV_HUGEPAGE)
     start = -torch.frombuffer(block, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-    starts = [start + size * count for count in itertools.accumulate(sizes, initial=0)]
-    return [torch.frombuffer(block, dtype=dtype, offset=at, count=n) for at, n in zip(starts, sizes, strict=False)]
+    starts = itertools.accumulate((size * count for count in sizes[:-1]), initial=start)
+    return [torch.frombuffer(block, dtype=dtype, offset=at, count=n) for at, n in zip(starts, sizes, strict=True)]

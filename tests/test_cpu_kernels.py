@@ -119,20 +119,25 @@ def test_block_is_pytorchs_and_does_not_depend_on_the_other_rows(dtype, changes)
         start += rows
 
 
+def packed_block(dtype: torch.dtype) -> tuple[cpu_kernels.PackedBlock, Positions]:
+    """With caches of SLOTS for one sequence."""
+    positions, box = Positions(config()), fill(nn.Sequential(Block(config(), None, 48)), dtype)
+    positions.allocate(SLOTS, torch.device("cpu"))
+    cpu_kernels.install(box)
+    allocate_caches(box, 1, SLOTS)
+    return box[0], positions
+
+
 def test_the_number_of_threads_changes_no_bit(threads):
     """With few threads they share blocks of rows, with many the chunks of each block."""
-    settings = config()
-    positions = Positions(settings)
-    positions.allocate(SLOTS, torch.device("cpu"))
-    block = fill(nn.Sequential(Block(settings, None, 48)), torch.bfloat16)
-    cpu_kernels.install(block)
+    block, positions = packed_block(torch.bfloat16)
     inputs = [torch.randn(1, rows, 48).bfloat16() for rows in (64, 64, 64, 1, 4)]
 
     def answers(count: int) -> list[torch.Tensor]:
         threads(count)
-        allocate_caches(block[0], 1, SLOTS)
+        allocate_caches(block, 1, SLOTS)
         starts = torch.tensor([0, 64, 128, 192, 193]).unsqueeze(1)
-        return [run(block[0], positions, None, x, start) for x, start in zip(inputs, starts, strict=True)]
+        return [run(block, positions, None, x, start) for x, start in zip(inputs, starts, strict=True)]
 
     one = answers(1)
     for count in (2, 5, 16):
@@ -163,31 +168,21 @@ def test_a_stack_is_pytorchs_with_the_states_between_its_layers(dtype, taps):
 
 
 def test_a_position_outside_the_cache_is_refused():
-    settings = config()
-    positions = Positions(settings)
-    positions.allocate(SLOTS, torch.device("cpu"))
-    block = fill(nn.Sequential(Block(settings, None, 48)), torch.float32)
-    cpu_kernels.install(block)
-    allocate_caches(block[0], 1, SLOTS)
+    block, positions = packed_block(torch.float32)
     x = torch.randn(1, 1, 48)
     _, cos_sin, bias = positions(torch.tensor([[0]]), x.dtype)[0]
     for wrong in (-1, SLOTS):
         with pytest.raises(RuntimeError, match=f"position {wrong} in a cache of {SLOTS} slots"):
-            block[0](x, x, torch.tensor([[wrong]]), cos_sin, bias)
+            block(x, x, torch.tensor([[wrong]]), cos_sin, bias)
 
 
 def test_padding_in_the_last_slot_is_neither_seen_nor_sees_anything():
-    settings = config()
-    positions = Positions(settings)
-    positions.allocate(SLOTS, torch.device("cpu"))
-    block = fill(nn.Sequential(Block(settings, None, 48)), torch.float32)
-    cpu_kernels.install(block)
-    allocate_caches(block[0], 1, SLOTS)
+    block, positions = packed_block(torch.float32)
     x = torch.randn(1, 3, 48)
-    real = run(block[0], positions, None, x, torch.tensor([0]))
+    real = run(block, positions, None, x, torch.tensor([0]))
     where = positions(torch.tensor([[0, 1, SLOTS - 1]]), x.dtype)[0]
-    assert torch.equal(block[0](x, x.flip(-1), *where)[:, :2], real[:, :2])
-    assert torch.isfinite(block[0](x, x.flip(-1), *where)).all()
+    assert torch.equal(block(x, x.flip(-1), *where)[:, :2], real[:, :2])
+    assert torch.isfinite(block(x, x.flip(-1), *where)).all()
 
 
 def test_a_tied_embedding_reads_the_packed_head_and_the_weights_are_kept_once():
