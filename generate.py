@@ -465,7 +465,7 @@ def run(plan: Plan, answers: list[Answer]) -> None:
         f"target {plan.target_name}: {plan.target.model_type}, {plan.dtype} on {device}, loaded in {load_seconds:.1f} s"
     )
     if args.compile:
-        say("compiling: a minute or two the first time, seconds when torch's cache has it ...")
+        say("compiling: up to a minute or so the first time, seconds when torch's cache has it ...")
         compile_seconds = compile_steps(decoder, plain_too=args.baseline and plan.K > 0)
         say(f"compiled in {compile_seconds:.1f} s{graphs_active(device)}")
     session = Session(plan, decoder, answers)
