@@ -7,9 +7,10 @@ logits and activations stay in the processor's caches: they count nothing.
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing import get_context
 
 import torch
@@ -71,7 +72,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1536, repe
     return 2 * size**3 / best_seconds(lambda: a @ b, device, repeats)
 
 
-def read_bandwidth(device: torch.device, size: int | None = None, repeats: int = 40) -> dict[str, float]:
+def read_bandwidth(device: torch.device, size: int | None = None, repeats: int = 5) -> dict[str, float]:
     """Measured bytes per second, by kind of memory; the best of `repeats`, after one to warm up.
 
     On the CPU all of torch's threads look for the maximum of `size` bytes (default 512 MB), which is as fast as reading
@@ -85,14 +86,17 @@ def read_bandwidth(device: torch.device, size: int | None = None, repeats: int =
     return {"copy": 2 * source.nbytes / best_seconds(lambda: copy.copy_(source), device, repeats)}
 
 
-def read_bandwidth_apart(*args) -> dict[str, float]:
-    """read_bandwidth(*args) in a process of its own, so that its buffers never were this one's memory."""
+@contextmanager
+def bandwidth_meter(*args) -> Iterator[Callable[[], dict[str, float]]]:
+    """A call that measures read_bandwidth(*args), again and again, in a process of its own that lasts as long as the
+    context: its buffers never were this process's memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(read_bandwidth, *args).result()
+        yield lambda: pool.submit(read_bandwidth, *args).result()
 
 
+@cache
 def pages(size: int, huge: bool) -> Tensor:
-    """(size / 8,) int64 in memory of its own, written once: pages never written to are all one page of zeros."""
+    """(size / 8,) int64 in memory of its own, kept, and written once: unwritten pages are all one page of zeros."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -146,8 +147,10 @@ def make_arms(plan: generate.Plan, models: list[nn.Module], Ks: tuple[int, ...])
     return arms, compiling
 
 
-def ask(arms: list[Arm], prompts: list[list[int]], repeats: int) -> None:
-    """Fills the arms' repeats; each question is put to all arms before the next."""
+def ask(arms: list[Arm], prompts: list[list[int]], repeats: int, probe: Callable[[], dict]) -> list[dict[str, float]]:
+    """Fills the arms' repeats; each question is put to all arms before the next. Returns what `probe` gave before each
+    question: what the memory gives changes with what else the machine does."""
+    rates = []
     for arm in arms:
         arm.answer(prompts[0])  # unmeasured: what is slow only the first time
     done, total = 0, repeats * len(prompts) * len(arms)
@@ -155,11 +158,13 @@ def ask(arms: list[Arm], prompts: list[list[int]], repeats: int) -> None:
         for arm in arms:
             arm.repeats.append([])
         for prompt in prompts:
+            rates.append(probe())
             for arm in arms:
                 show_progress(done, total, arm.name)
                 arm.repeats[-1].append(arm.answer(prompt))
                 done += 1
     show_progress(done, total, "")
+    return rates
 
 
 def show_progress(done: int, total: int, name: str) -> None:
@@ -243,11 +248,10 @@ def measure(plan: generate.Plan) -> dict:
     """Everything: the JSON object."""
     import torch
 
-    from bench.bandwidth import held_bytes, pass_bytes, read_bandwidth, read_bandwidth_apart
+    from bench.bandwidth import bandwidth_meter, held_bytes, pass_bytes
 
     args, Ks = plan.args, plan.args.K or (plan.K,)
     plan, device = with_K(plan, Ks[0]), generate.choose_device(args.device)
-    rates = read_bandwidth_apart(device)
     base = peak_memory(device.type)  # what `import torch` takes is not the run's
     began = time.perf_counter()
     models = generate.load_models(plan)
@@ -256,7 +260,9 @@ def measure(plan: generate.Plan) -> dict:
     arms, compile_seconds = make_arms(plan, models, Ks)
     memory["compiled"] = peak_memory(device.type) - base
     prompts = [question.prompts(plan.dialogue())[0] for question in plan.questions]
-    ask(arms, prompts, args.repeats)
+    with bandwidth_meter(device) as probe:
+        probes = ask(arms, prompts, args.repeats, probe)
+    rates = {kind: median(rate[kind] for rate in probes) for kind in probes[0]}
     memory |= {"peak": peak_memory(device.type) - base, "weights": held_bytes(*models)}
     memory |= {"caches": held_bytes(*models, caches=True)}
     plain = arms[0].repeats[0]
@@ -271,8 +277,6 @@ def measure(plan: generate.Plan) -> dict:
         pairs = zip(arm.repeats[0], plain, strict=True)
         record["differing_answers"] = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
     prefill = time_prefill(arms[0], models)
-    # Again, and now here, as the peak is known: what the memory gives changes with what else the machine does.
-    rates = {kind: max(rate, rates[kind]) for kind, rate in read_bandwidth(device).items()}
     for record in records:
         compare(record, records[0], max(rates.values()))
     return {
@@ -328,7 +332,8 @@ def report(run: dict) -> str:
         f"{run['target']}, {run['dtype']} on {run['device']}, {'compiled' if run['compiled'] else 'eager'}, "
         f"torch {run['torch']}, {run['threads']} threads; {run['questions']} questions x {run['repeats']}, "
         f"{run['max_new_tokens']} new tokens, {'greedy' if greedy else 'sampled'}",
-        f"\nMB read in a pass, at {run['context']:.0f} tokens of context (the mean); the memory gives, GB/s: {rates}",
+        f"\nbetween the questions the memory gave, GB/s: {rates}\n"
+        f"MB read in a pass, at {run['context']:.0f} tokens of context (the mean):",
         table(LIMITS, arms),
         "",
         *(f"{arm['arm']}: {describe(arm)}" for arm in arms),

@@ -1,7 +1,10 @@
 """The benchmark on tiny pairs, eagerly: what it counts, what it prints, what it refuses. Never how long it takes."""
 
 import json
+import multiprocessing
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +20,8 @@ IDS = [option for prompt in ("1,2,3,4,5", "7,8,9") for option in ("--prompt_ids"
 @pytest.fixture
 def command(capsys, monkeypatch):
     """bench.run.main on the trained pair; the probe reads 1 MB, once."""
-    probe = bandwidth.read_bandwidth
-    for name in ("read_bandwidth", "read_bandwidth_apart"):
-        monkeypatch.setattr(bandwidth, name, lambda device: probe(device, 1 << 20, repeats=1))
+    rate = partial(bandwidth.read_bandwidth, torch.device("cpu"), 1 << 20, 1)
+    monkeypatch.setattr(bandwidth, "bandwidth_meter", lambda device: nullcontext(rate))
     monkeypatch.setattr(run, "PART_CALLS", 1)
 
     def call(*argv):
@@ -114,19 +116,22 @@ def test_the_probe_reads_each_kind_of_page():
     )  # written to, so that they are pages of their own
 
 
-def test_the_probe_runs_apart_from_the_measured_process():
-    rates = bandwidth.read_bandwidth_apart(torch.device("cpu"), 1 << 20, 1)
-    assert set(rates) == set(bandwidth.read_bandwidth(torch.device("cpu"), 1 << 20, 1))
+def test_the_meter_measures_in_a_process_that_stays():
+    with bandwidth.bandwidth_meter(torch.device("cpu"), 1 << 20, 1) as probe:
+        before = {child.pid for child in multiprocessing.active_children()}
+        rates = [probe() for _ in range(2)]
+        started = {child.pid for child in multiprocessing.active_children()} - before
+    assert len(started) == 1
+    assert rates[0].keys() == rates[1].keys() == bandwidth.read_bandwidth(torch.device("cpu"), 1 << 20, 1).keys()
 
 
-@pytest.mark.parametrize(("before", "after"), [(3e9, 2e9), (2e9, 3e9)])
-def test_the_better_probe_counts(record, monkeypatch, before, after):
-    monkeypatch.setattr(bandwidth, "read_bandwidth_apart", lambda device: {"copy": before})
-    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda device: {"copy": after})
-    numbers, _ = record("--K", 1)
-    assert numbers["bandwidth"] == {"copy": 3e9}
+def test_the_ceiling_is_the_median_of_probes_between_the_questions(record, monkeypatch):
+    gave = [{"huge pages": 2e9}, {"huge pages": 5e9}, {"huge pages": 3e9}, {"huge pages": 4e9}]
+    monkeypatch.setattr(bandwidth, "bandwidth_meter", lambda device: nullcontext(iter(gave).__next__))
+    numbers, _ = record("--K", 1, "--repeats", 2)  # two questions: StopIteration if there were a fifth probe
+    assert numbers["bandwidth"] == {"huge pages": 3.5e9}
     for arm in numbers["arms"]:
-        ceiling = 3e9 * arm["tokens_per_pass"] / (1e6 * arm["megabytes"]["sum"])
+        ceiling = 3.5e9 * arm["tokens_per_pass"] / (1e6 * arm["megabytes"]["sum"])
         assert arm["ceiling_tokens_per_second"] == pytest.approx(ceiling)
 
 
