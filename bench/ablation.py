@@ -1,0 +1,121 @@
+"""What each part of the CPU path buys: the same pair again and again, each time without one of them.
+
+    python -m bench.ablation --speculator PATH_OR_REPO [generate.py's options]
+
+All variants are loaded and compiled first, then take turns behind the first prompt; medians. Nothing here is an option
+of generate.py: nobody needs the slower ways, so they are put in from outside.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import cpu_kernels
+import generate
+import options
+from bench.questions import QUESTIONS
+from bench.run import table
+from model import Block, Stack
+from speculate import Decoder
+from speculators_config import ConfigError
+
+TURNS, STEPS = 7, 20
+COLUMNS = (
+    "left out {name} | plain step, ms {plain:.2f} | times {plain_ratio:.2f} | round, ms {round:.2f} | "
+    "times {round_ratio:.2f} | compiled in, s {compile_seconds:.0f}"
+)
+
+
+def small_pages(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """In place of cpu_kernels.huge_blocks."""
+    return [torch.zeros(size, dtype=dtype) for size in sizes]
+
+
+def keeping(kinds: tuple[type[nn.Module], ...]) -> Callable:
+    """In place of cpu_kernels.replacement: modules of these kinds stay torch's."""
+    replace = cpu_kernels.replacement
+    return lambda module, packed: module if isinstance(module, kinds) else replace(module, packed)
+
+
+def with_checks(call: Callable, options: dict, **rest) -> Callable:
+    """In place of torch.compile: the checks that we switch off stay on."""
+    kept = {name: value for name, value in options.items() if name not in ("size_asserts", "guard_filter_fn")}
+    return torch_compile(call, options=kept, **rest)
+
+
+torch_compile = torch.compile
+LEFT_OUT: dict[str, Callable[[], AbstractContextManager]] = {
+    "nothing": nullcontext,
+    "huge pages": lambda: patch.object(cpu_kernels, "huge_blocks", small_pages),
+    "one operator for all layers": lambda: patch.object(cpu_kernels, "replacement", keeping((Stack,))),
+    "layers as operators": lambda: patch.object(cpu_kernels, "replacement", keeping((Stack, Block))),
+    "dropping torch's checks": lambda: patch.object(torch, "compile", with_checks),
+    "our operators": lambda: patch.object(cpu_kernels, "install", lambda *models: None),
+}
+
+
+def make(plan: generate.Plan, left_out: str) -> tuple[Decoder, float]:
+    """A decoder without `left_out`, and the seconds that compiling it took."""
+    with LEFT_OUT[left_out]():
+        decoder = generate.make_decoder(plan, *generate.load_models(plan))
+        return decoder, generate.compile_steps(decoder, plain_too=True)
+
+
+def milliseconds(decoder: Decoder, prompt: list[int], plain: bool) -> float:
+    """The median of STEPS calls behind `prompt`."""
+    decoder.start(prompt)
+    taken = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        decoder.round(plain)
+        taken.append(1e3 * (time.perf_counter() - began))
+    return median(taken)
+
+
+def measure(plan: generate.Plan) -> list[dict]:
+    """One record a variant, the first with everything in."""
+    prompt = plan.questions[0].prompts(plan.dialogue())[0]
+    made = {}
+    for name in LEFT_OUT:
+        generate.say(f"without {name} ...")
+        made[name] = make(plan, name)
+    taken = {name: {"plain": [], "round": []} for name in made}
+    for _ in range(TURNS):
+        for name, (decoder, _) in made.items():
+            for kind, values in taken[name].items():
+                values.append(milliseconds(decoder, prompt, plain=kind == "plain"))
+    records = []
+    for name, (_, seconds) in made.items():
+        record = {kind: median(values) for kind, values in taken[name].items()}
+        first = records[0] if records else record
+        ratios = {f"{kind}_ratio": record[kind] / first[kind] for kind in ("plain", "round")}
+        records.append(record | ratios | {"name": name, "compile_seconds": seconds})
+    return records
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code, as generate.main does."""
+    try:
+        args = options.parse_args(argv)
+        if not args.speculator or not args.compile or generate.choose_device(args.device).type != "cpu":
+            raise ConfigError("bench.ablation: compares compiled rounds on a CPU; give --speculator and --device cpu")
+        if not (args.prompt or args.prompts or args.prompt_ids):
+            args.prompt = list(QUESTIONS[:1])
+        plan = generate.make_plan(args)
+        if (tokens := STEPS * (plan.K + 1)) > args.max_new_tokens:
+            raise ConfigError(f"--max_new_tokens: {STEPS} rounds may make {tokens}; give as many")
+        print(table(COLUMNS, measure(plan)))
+    except ConfigError as error:
+        generate.say("error: " + " ".join(str(error).split()))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
