@@ -8,10 +8,10 @@
 // -ffp-contract=fast: a product and a sum are one instruction in every version of `tile`, or else in none.)
 
 #include <ATen/Parallel.h>
-#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -143,29 +143,36 @@ void tile(int rows, const uint32_t* x, int64_t x_stride, const uint32_t* w, int6
 
 // ---- linear ----------------------------------------------------------------------------------------------------------
 
-// y = x w^T (+ bias) (+ residual), rounded where PyTorch rounds. x (rows, in), w packed, y and residual (rows, out).
-template <class T>
-void linear_rows(const T* x, const Tensor& packed, const std::optional<Tensor>& bias, const T* residual, T* y,
-                 int64_t rows, int64_t out) {
-  const int64_t n = packed.size(1), in = n * kPerWord<T>, blocks = (out + kColumns - 1) / kColumns;
-  const T *w = packed.const_data_ptr<T>(), *added = bias ? bias->const_data_ptr<T>() : nullptr;
+// The products of `rows` rows of x, `in` numbers each, with `blocks` blocks of packed weights: for each row and block,
+// write(row, block, sums of its left columns, of its right ones).
+template <class T, class Write>
+void multiply(const T* x, const T* w, int64_t rows, int64_t in, int64_t blocks, const Write& write) {
+  const int64_t n = in / kPerWord<T>;
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     Floats sums[kRows][2];
-    for (int64_t first = begin * kColumns; first < std::min(end * kColumns, out); first += kColumns) {
-      const int64_t columns = std::min<int64_t>(kColumns, out - first);
+    for (int64_t block = begin; block < end; block++) {
       for (int64_t row = 0; row < rows; row += kRows) {  // meanwhile the block's weights stay in the core's cache
         const int count = std::min<int64_t>(kRows, rows - row);
-        tile<T>(count, words(x + row * in), n, words(w + first * in), kColumns, n, sums);
-        for (int r = 0; r < count; r++) {
-          for (int64_t c = 0; c < columns; c += 16) {
-            const int64_t width = std::min<int64_t>(16, columns - c), where = (row + r) * out + first + c;
-            Floats sum = sums[r][c / 16];
-            if (added) sum += load(added + first + c, width);
-            if (residual) sum = rounded<T>(sum) + load(residual + where, width);
-            store(sum, y + where, width);
-          }
-        }
+        tile<T>(count, words(x + row * in), n, words(w + block * kColumns * in), kColumns, n, sums);
+        for (int r = 0; r < count; r++) write(row + r, block, sums[r][0], sums[r][1]);
       }
+    }
+  });
+}
+
+int64_t blocks_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
+
+// y = x w^T (+ bias) (+ residual), rounded where PyTorch rounds. x (rows, in), y and residual (rows, out).
+template <class T>
+void linear_rows(const T* x, const T* w, const T* bias, const T* residual, T* y, int64_t rows, int64_t in,
+                 int64_t out) {
+  multiply<T>(x, w, rows, in, blocks_of(out), [&](int64_t row, int64_t block, Floats left, Floats right) {
+    for (int64_t column = block * kColumns, half = 0; half < 2 && column < out; half++, column += 16) {
+      const int64_t width = std::min<int64_t>(16, out - column);
+      Floats sum = half ? right : left;
+      if (bias) sum += load(bias + column, width);
+      if (residual) sum = rounded<T>(sum) + load(residual + row * out + column, width);
+      store(sum, y + row * out + column, width);
     }
   });
 }
@@ -173,13 +180,15 @@ void linear_rows(const T* x, const Tensor& packed, const std::optional<Tensor>& 
 // x (..., in) -> (..., out). packed (out / 32, in / p, 32, p): blocks of 32 outputs, in words of p inputs.
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out) {
   const int64_t in = x.size(-1);
-  TORCH_CHECK(x.is_contiguous() && packed.size(1) * packed.size(3) == in && packed.size(0) * kColumns >= out, "x ", x.sizes(), " of strides ", x.strides(),
-              ", weights ", packed.sizes());
+  TORCH_CHECK(x.is_contiguous() && packed.size(1) * packed.size(3) == in && packed.size(0) == blocks_of(out), "x ",
+              x.sizes(), " of strides ", x.strides(), ", weights ", packed.sizes(), ", outputs ", out);
   auto shape = x.sizes().vec();
   shape.back() = out;
   Tensor y = at::empty(shape, x.options());
   auto run = [&]<class T>(T) {
-    linear_rows<T>(x.const_data_ptr<T>(), packed, bias, nullptr, y.mutable_data_ptr<T>(), x.numel() / in, out);
+    const T* added = bias ? bias->const_data_ptr<T>() : nullptr;
+    linear_rows<T>(x.const_data_ptr<T>(), packed.const_data_ptr<T>(), added, nullptr, y.mutable_data_ptr<T>(),
+                   x.numel() / in, in, out);
   };
   x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
   return y;
@@ -391,36 +400,33 @@ void rotate(T* x, const float* cos, const float* sin, int64_t head_dim) {
   }
 }
 
-// y = silu(gate) * up, all of `size`.
+// y (rows, inner) = silu(gate) * up, where a block's left columns are gates and its right ones what they open.
 template <class T>
-void gate(const T* gate, const T* up, int64_t size, T* y) {
-  for (int64_t i = 0; i < size; i += 16) {
-    const Floats g = load(gate + i, size - i), falling = exponential(g < 0 ? g : -g);
+void gated_rows(const T* x, const T* w, T* y, int64_t rows, int64_t in, int64_t inner) {
+  multiply<T>(x, w, rows, in, (inner + 15) / 16, [&](int64_t row, int64_t block, Floats gate, Floats up) {
+    const Floats g = rounded<T>(gate), falling = exponential(g < 0 ? g : -g);
     const Floats silu = g * (g < 0 ? falling : Floats{} + 1.0f) / (falling + 1.0f);
-    store(rounded<T>(silu) * load(up + i, size - i), y + i, size - i);
-  }
+    const int64_t column = block * 16, width = std::min<int64_t>(16, inner - column);
+    store(rounded<T>(silu) * rounded<T>(up), y + row * inner + column, width);
+  });
 }
 
-// One layer's tensors, in the order in which they come.
+// Where one layer's weights are; nullptr where it has none. sizes: numbers of each, in this order.
+template <class T>
 struct Layer {
-  std::optional<Tensor> norm;  // absent where the caller has normed
-  Tensor qkv;
-  std::optional<Tensor> qkv_bias, q_norm, k_norm;
-  Tensor out;
-  std::optional<Tensor> out_bias;
-  Tensor mlp_norm, gate_up, down;
-  static constexpr int kTensors = 10;
+  const T *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;  // norm: or the caller
+  static constexpr size_t kParts = 10;
 
-  explicit Layer(const std::optional<Tensor>* t)
-      : norm(t[0]), qkv(*t[1]), qkv_bias(t[2]), q_norm(t[3]), k_norm(t[4]), out(*t[5]), out_bias(t[6]),
-        mlp_norm(*t[7]), gate_up(*t[8]), down(*t[9]) {}
+  Layer(const T* weights, at::IntArrayRef sizes) {
+    const T** parts[] = {&norm, &qkv, &qkv_bias, &q_norm, &k_norm, &out, &out_bias, &mlp_norm, &gate_up, &down};
+    for (size_t i = 0; i < kParts; weights += sizes[i++]) *parts[i] = sizes[i] ? weights : nullptr;
+  }
 };
 
 template <class T>
-void norm_rows(const T* x, const Tensor& weight, float eps, T* y, int64_t rows, int64_t size) {
+void norm_rows(const T* x, const T* weight, float eps, T* y, int64_t rows, int64_t size) {
   at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * size; i < end * size; i += size)
-      rms_norm(x + i, weight.const_data_ptr<T>(), size, eps, y + i);
+    for (int64_t i = begin * size; i < end * size; i += size) rms_norm(x + i, weight, size, eps, y + i);
   });
 }
 
@@ -430,76 +436,77 @@ Tensor norm(const Tensor& x, const Tensor& weight, double eps) {
   TORCH_CHECK(x.is_contiguous() && weight.numel() == size, "x ", x.sizes(), " of strides ", x.strides());
   Tensor y = at::empty_like(x);
   auto run = [&]<class T>(T) {
-    norm_rows<T>(x.const_data_ptr<T>(), weight, eps, y.mutable_data_ptr<T>(), x.numel() / size, size);
+    norm_rows<T>(x.const_data_ptr<T>(), weight.const_data_ptr<T>(), eps, y.mutable_data_ptr<T>(), x.numel() / size,
+                 size);
   };
   x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
   return y;
 }
 
 // A layer for `rows` rows of `size` numbers: x becomes x + attention(normed), and then that + mlp(mlp_norm(that)).
+// normed (rows, in); inner: the mlp's width.
 template <class T>
-void run_layer(const Layer& layer, T* x, const T* normed, const Attention<T>& where, const float* cos_sin, float eps,
-               int64_t rows, int64_t size) {
-  const int64_t heads = where.heads + where.kv_heads, width = where.head_dim, inner = layer.down.size(1) * kPerWord<T>;
+void run_layer(const Layer<T>& layer, T* x, const T* normed, const Attention<T>& where, const float* cos_sin, float eps,
+               int64_t rows, int64_t size, int64_t in, int64_t inner) {
+  const int64_t heads = where.heads + where.kv_heads, width = where.head_dim, all = heads + where.kv_heads;
   const float *cos = cos_sin, *sin = cos + rows * width / 2;
   auto scratch = [&](int64_t width) { return std::make_unique_for_overwrite<T[]>(rows * width); };
-  const auto attended = scratch(where.heads * width), middle = scratch(size), gates = scratch(2 * inner),
-             qkv = scratch((heads + where.kv_heads) * width), gated = scratch(inner);
-  linear_rows<T>(normed, layer.qkv, layer.qkv_bias, nullptr, qkv.get(), rows, (heads + where.kv_heads) * width);
+  const auto qkv = scratch(all * width), attended = scratch(where.heads * width), middle = scratch(size),
+             gated = scratch(inner);
+  linear_rows<T>(normed, layer.qkv, layer.qkv_bias, nullptr, qkv.get(), rows, in, all * width);
   at::parallel_for(0, rows, 2, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * heads; i < end * heads; i++) {
       const int64_t row = i / heads, head = i % heads, angle = row * width / 2;
-      const auto& norm = head < where.heads ? layer.q_norm : layer.k_norm;
-      T* vector = qkv.get() + (row * (heads + where.kv_heads) + head) * width;
-      if (norm) rms_norm(vector, norm->template const_data_ptr<T>(), width, eps, vector);
+      const T* norm = head < where.heads ? layer.q_norm : layer.k_norm;
+      T* vector = qkv.get() + (row * all + head) * width;
+      if (norm) rms_norm(vector, norm, width, eps, vector);
       rotate(vector, cos + angle, sin + angle, width);
     }
   });
   where.run(qkv.get(), attended.get());
-  linear_rows<T>(attended.get(), layer.out, layer.out_bias, x, x, rows, size);
+  linear_rows<T>(attended.get(), layer.out, layer.out_bias, x, x, rows, where.heads * width, size);
   norm_rows<T>(x, layer.mlp_norm, eps, middle.get(), rows, size);
-  linear_rows<T>(middle.get(), layer.gate_up, {}, nullptr, gates.get(), rows, 2 * inner);
-  at::parallel_for(0, rows, 2, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * inner; i < end * inner; i += inner)
-      gate(gates.get() + 2 * i, gates.get() + 2 * i + inner, inner, gated.get() + i);
-  });
-  linear_rows<T>(gated.get(), layer.down, {}, x, x, rows, size);
+  gated_rows<T>(middle.get(), layer.gate_up, gated.get(), rows, size, inner);
+  linear_rows<T>(gated.get(), layer.down, nullptr, x, x, rows, inner, size);
 }
 
 // A stack of layers. x (B, T, D); normed (B, T, in) what the first one's attention reads, if that is not norm(x);
-// positions (B, T); cos_sin (2, B, T, 1, Hd / 2); weights: `Layer`s, one after the other; caches: each one's keys and
-// values; windows: each one's, 0 for none. Returns x behind the last layer and, (B, T, n * D), as it enters those named
-// in `taps` (n_layer: as it leaves the last one).
+// positions (B, T); cos_sin (2, B, T, 1, Hd / 2); weights: those of one layer after the other, of which `sizes` tells
+// the parts; caches (n_layer, 2, ...): keys and values; windows: each layer's, 0 for none; shape: heads, key heads, head
+// dim, inner. Returns x behind the last layer and, (B, T, n * D), as it enters those named in `taps` (n_layer: as it
+// leaves the last one). One tensor each for weights and caches: what Python hands over costs a microsecond apiece.
 std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& normed, const Tensor& positions,
-                                  const Tensor& cos_sin, const c10::List<std::optional<Tensor>>& weights,
-                                  at::TensorList caches, at::IntArrayRef windows, int64_t heads, double eps,
-                                  at::IntArrayRef taps) {
-  const int64_t rows = x.size(0) * x.size(1), size = x.size(2), count = windows.size(), n = taps.size();
-  const int64_t kv_heads = caches[0].size(1), slots = caches[0].size(2) * kColumns, head_dim = caches[1].size(3);
+                                  const Tensor& cos_sin, const Tensor& weights, at::IntArrayRef sizes, Tensor caches,
+                                  at::IntArrayRef windows, at::IntArrayRef shape, double eps, at::IntArrayRef taps) {
+  const int64_t batch = x.size(0), tokens = x.size(1), rows = batch * tokens, size = x.size(2), n = taps.size();
+  const int64_t heads = shape[0], kv_heads = shape[1], head_dim = shape[2], inner = shape[3], count = windows.size();
+  const int64_t in = normed ? normed->size(2) : size, cache = batch * kv_heads * head_dim, of_one = c10::sum_integers(sizes);
+  const int64_t slots = caches.numel() / (2 * count * cache);
   TORCH_CHECK(head_dim % kColumns == 0 && head_dim <= kMaxHeadDim && slots % kChunk == 0, "heads of ", head_dim,
               ", slots ", slots);
-  TORCH_CHECK(weights.size() == size_t(count * Layer::kTensors) && caches.size() == size_t(2 * count), weights.size(),
-              " weights and ", caches.size(), " caches for ", count, " layers");
-  for (const Tensor& input : {x, normed.value_or(x), positions, cos_sin})
+  TORCH_CHECK(sizes.size() == Layer<float>::kParts && weights.numel() == count * of_one &&
+                  sizes[1] == blocks_of((heads + 2 * kv_heads) * head_dim) * kColumns * in &&
+                  sizes[5] == blocks_of(size) * kColumns * heads * head_dim &&
+                  sizes[8] == (inner + 15) / 16 * kColumns * size && sizes[9] == blocks_of(size) * kColumns * inner,
+              "weights ", weights.sizes(), " for ", count, " layers of ", sizes, ", x ", x.sizes(), ", shape ", shape);
+  for (const Tensor& input : {x, normed.value_or(x), positions, cos_sin, weights, caches})
     TORCH_CHECK(input.is_contiguous(), "sizes ", input.sizes(), ", strides ", input.strides());
-  const std::vector<std::optional<Tensor>> tensors = weights.vec();
-  Tensor y = at::empty_like(x), aux = at::empty({x.size(0), x.size(1), n * size}, x.options());
+  Tensor y = at::empty_like(x), aux = at::empty({batch, tokens, n * size}, x.options());
   auto run = [&]<class T>(T) {
-    T* stream = y.mutable_data_ptr<T>();
+    T *stream = y.mutable_data_ptr<T>(), *keys = caches.mutable_data_ptr<T>();
     std::memcpy(stream, x.const_data_ptr<T>(), rows * size * sizeof(T));
     const auto own = std::make_unique_for_overwrite<T[]>(rows * size);
-    for (int64_t i = 0; i <= count; i++) {
+    for (int64_t i = 0; i <= count; i++, keys += 2 * cache * slots) {
       for (int64_t tap = 0; tap < n; tap++)
         for (int64_t row = 0; taps[tap] == i && row < rows; row++)
           std::memcpy(aux.mutable_data_ptr<T>() + (row * n + tap) * size, stream + row * size, size * sizeof(T));
       if (i == count) break;
-      const Layer layer(&tensors[i * Layer::kTensors]);
-      if (layer.norm) norm_rows<T>(stream, *layer.norm, eps, own.get(), rows, size);
-      const Attention<T> where{x.size(0), x.size(1), heads, kv_heads, head_dim, slots, windows[i],
-                               positions.const_data_ptr<int64_t>(), caches[2 * i].mutable_data_ptr<T>(),
-                               caches[2 * i + 1].mutable_data_ptr<T>()};
+      const Layer<T> layer(weights.const_data_ptr<T>() + i * of_one, sizes);
+      if (layer.norm) norm_rows<T>(stream, layer.norm, eps, own.get(), rows, size);
+      const Attention<T> where{batch, tokens, heads, kv_heads, head_dim, slots, windows[i],
+                               positions.const_data_ptr<int64_t>(), keys, keys + cache * slots};
       run_layer<T>(layer, stream, layer.norm ? own.get() : normed->const_data_ptr<T>(), where,
-                   cos_sin.const_data_ptr<float>(), eps, rows, size);
+                   cos_sin.const_data_ptr<float>(), eps, rows, size, in, inner);
     }
   };
   x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
@@ -511,8 +518,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
 TORCH_LIBRARY(eagle_fast, library) {
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out) -> Tensor");
   library.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  library.def("layers(Tensor x, Tensor? normed, Tensor positions, Tensor cos_sin, Tensor?[] weights, "
-              "Tensor(a!)[] caches, int[] windows, int heads, float eps, int[] taps) -> (Tensor, Tensor)");
+  library.def("layers(Tensor x, Tensor? normed, Tensor positions, Tensor cos_sin, Tensor weights, int[] sizes, "
+              "Tensor(a!) caches, int[] windows, int[] shape, float eps, int[] taps) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(eagle_fast, CPU, library) {

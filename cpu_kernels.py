@@ -2,17 +2,16 @@
 
 A step costs what it reads. torch's own operators read at a third of what the memory gives, and attention under a mask
 reads slots that nobody filled. `install` rewrites modules after loading and before compiling; what it leaves alone, and
-every model it is not called for, is plain PyTorch, which is the reference. Weights move into one block of huge pages:
-with pages of 4 KB looking up addresses takes 5 to 25 % of the bandwidth.
+every model it is not called for, is plain PyTorch, which is the reference. Weights move into huge pages: with pages of
+4 KB looking up addresses takes 5 to 25 % of the bandwidth.
 
-Layouts, in 32-bit words of p = 1 float or p = 2 bfloat16: weights (out / 32, in / p, 32, p), keys
-(B, Hkv, S / 32, Hd / p, 32, p), values (B, Hkv, S / p, Hd, p). Shapes as in model.py.
+Layouts, in 32-bit words of p = 1 float or p = 2 bfloat16: weights (out / 32, in / p, 32, p), of an mlp's first ones 16
+rows of gate_proj and then the same 16 of up_proj; keys (B, Hkv, S / 32, Hd / p, 32, p), values (B, Hkv, S / p, Hd, p).
+Shapes as in model.py.
 """
 
 import ctypes
 import hashlib
-import itertools
-import math
 import mmap
 import os
 import shlex
@@ -131,47 +130,42 @@ class PackedEmbedding(nn.Module):
 
 
 class PackedLayers(nn.Module):
-    """Layers as one operator, over caches of which only the slots that some row sees are read."""
+    """Layers as one operator, over caches of which only the slots that some row sees are read.
 
-    def __init__(self, norms: list[RMSNorm | None], blocks: list[Block], packed: dict[Tensor, Tensor]):
+    All weights are one tensor, and all caches: handing over hundreds of them would cost a tenth of a step."""
+
+    def __init__(self, norms: list[RMSNorm | None], blocks: list[Block]):
         super().__init__()
-        attention = blocks[0].attention
-        self.n_head, self.n_kv_head, self.head_dim = attention.n_head, attention.n_kv_head, attention.head_dim
+        attention, mlp = blocks[0].attention, blocks[0].mlp
+        self.shape = (attention.n_head, attention.n_kv_head, attention.head_dim, mlp.down.in_features)
         self.eps = blocks[0].mlp_norm.eps
         self.windows = [block.attention.window or 0 for block in blocks]
-        weights: list[Tensor | None] = []
-        for norm, block in zip(norms, blocks, strict=True):
-            attention, mlp = block.attention, block.mlp
-            weights += [weight_of(norm), packed[attention.qkv.weight], attention.qkv.bias]
-            weights += [weight_of(attention.q_norm), weight_of(attention.k_norm)]
-            weights += [packed[attention.out.weight], attention.out.bias, weight_of(block.mlp_norm)]
-            weights += [packed[mlp.gate_up.weight], packed[mlp.down.weight]]
-        self.n_weights, self.dtype = len(weights), blocks[0].mlp_norm.weight.dtype
-        for i, weight in enumerate(weights):
-            self.register_buffer(f"weight_{i}", weight)
+        layers = [parts(norm, block) for norm, block in zip(norms, blocks, strict=True)]
+        self.sizes = [packed_size(weight) for weight in paired(layers[0])]
+        self.register_buffer("weights", huge_block(len(layers) * sum(self.sizes), mlp.down.weight.dtype))
+        for layer, place in zip(layers, self.weights.view(len(layers), -1), strict=True):
+            for weight, into in zip(paired(layer), place.split(self.sizes), strict=True):
+                pack(weight, into)
+            free(*layer)
 
     def allocate_cache(self, batch: int, slots: int) -> None:
+        """(n_layer, 2, ...): keys and values."""
         assert slots % CHUNK == 0, f"{slots} slots, in chunks of {CHUNK}"
-        p = per_word(self.dtype)
-        keys = (batch, self.n_kv_head, slots // COLUMNS, self.head_dim // p, COLUMNS, p)
-        values = (batch, self.n_kv_head, slots // p, self.head_dim, p)
-        shapes = [keys, values] * len(self.windows)
-        blocks = huge_blocks([math.prod(shape) for shape in shapes], self.dtype)
-        for i, (block, shape) in enumerate(zip(blocks, shapes, strict=True)):
-            self.register_buffer(f"cache_{i}", block.view(shape), persistent=False)
+        _, n_kv_head, head_dim, _ = self.shape
+        size = batch * n_kv_head * slots * head_dim
+        caches = huge_block(len(self.windows) * 2 * size, self.weights.dtype).view(-1, 2, size)
+        self.register_buffer("caches", caches, persistent=False)
 
     def run(self, x: Tensor, normed: Tensor | None, positions: Tensor, cos_sin: Tensor, taps: tuple[int, ...]):
-        weights = [getattr(self, f"weight_{i}") for i in range(self.n_weights)]
-        caches = [getattr(self, f"cache_{i}") for i in range(2 * len(self.windows))]
-        inputs = (x.contiguous(), normed, positions.contiguous(), cos_sin.contiguous(), weights, caches)
-        return torch.ops.eagle_fast.layers(*inputs, self.windows, self.n_head, self.eps, taps)
+        inputs = (x.contiguous(), normed, positions.contiguous(), cos_sin.contiguous(), self.weights, self.sizes)
+        return torch.ops.eagle_fast.layers(*inputs, self.caches, self.windows, self.shape, self.eps, taps)
 
 
 class PackedStack(PackedLayers):
     """model.Stack."""
 
-    def __init__(self, stack: Stack, packed: dict[Tensor, Tensor]):
-        super().__init__([layer.norm for layer in stack], [layer.block for layer in stack], packed)
+    def __init__(self, stack: Stack):
+        super().__init__([layer.norm for layer in stack], [layer.block for layer in stack])
 
     def forward(self, x: Tensor, where: list[tuple], taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         positions, cos_sin, _ = where[0]
@@ -182,15 +176,20 @@ class PackedStack(PackedLayers):
 class PackedBlock(PackedLayers):
     """model.Block."""
 
-    def __init__(self, block: Block, packed: dict[Tensor, Tensor]):
-        super().__init__([None], [block], packed)
+    def __init__(self, block: Block):
+        super().__init__([None], [block])
 
     def forward(self, x: Tensor, normed: Tensor, positions: Tensor, cos_sin: Tensor, bias: Tensor) -> Tensor:
         return self.run(x, normed.contiguous(), positions, cos_sin, ())[0]
 
 
-def weight_of(norm: RMSNorm | None) -> Tensor | None:
-    return None if norm is None else norm.weight
+def parts(norm: RMSNorm | None, block: Block) -> list[nn.Parameter | None]:
+    """A layer's weights in the operator's order."""
+    attention, mlp = block.attention, block.mlp
+    weights = [norm, attention.qkv, None, attention.q_norm, attention.k_norm, attention.out, None]
+    weights = [None if part is None else part.weight for part in [*weights, block.mlp_norm, mlp.gate_up, mlp.down]]
+    weights[2], weights[6] = attention.qkv.bias, attention.out.bias
+    return weights
 
 
 def per_word(dtype: torch.dtype) -> int:
@@ -207,20 +206,20 @@ def install(*models: nn.Module) -> None:
     of 32 wide. Raises OSError or subprocess.CalledProcessError as load_library does, and then has changed nothing."""
     load_library()
     modules = [module for model in models for module in model.modules()]
-    weights = list({linear.weight: None for linear in modules if isinstance(linear, nn.Linear) and fits(linear)})
-    if not weights:
-        return
-    sizes = [-(-weight.size(0) // COLUMNS) * COLUMNS * weight.size(1) for weight in weights]
-    packed = {}
-    for weight, part in zip(weights, huge_blocks(sizes, weights[0].dtype), strict=True):
-        packed[weight] = pack(weight, part)
-        weight.data = weight.new_empty(0)
+    packable = {linear.weight for linear in modules if isinstance(linear, nn.Linear) and fits(linear)}
+    packed: dict[Tensor, Tensor] = {}
     made: dict[nn.Module, nn.Module] = {}
-    for module in modules:
+
+    def rewrite(module: nn.Module) -> None:
         for name, child in module.named_children():
             if child not in made:
-                made[child] = replacement(child, packed)
+                made[child] = replacement(child, packable, packed)
+                if made[child] is child:
+                    rewrite(child)
             setattr(module, name, made[child])
+
+    for model in models:
+        rewrite(model)
 
 
 def fits(linear: nn.Linear) -> bool:
@@ -228,39 +227,73 @@ def fits(linear: nn.Linear) -> bool:
     return weight.dtype in (torch.float32, torch.bfloat16) and weight.size(1) % per_word(weight.dtype) == 0
 
 
-def replacement(module: nn.Module, packed: dict[Tensor, Tensor]) -> nn.Module:
-    """What stands for `module`: itself, where there is nothing to gain."""
-    weight = getattr(module, "weight", None)
-    if isinstance(module, nn.Linear) and weight in packed:
-        return PackedLinear(packed[weight], module.bias, module.out_features)
+def replacement(module: nn.Module, packable: set[Tensor], packed: dict[Tensor, Tensor]) -> nn.Module:
+    """What stands for `module`: itself, where there is nothing to gain. packable: linears' weights that may be packed;
+    packed: what became of those that were."""
+    if isinstance(module, nn.Linear) and module.weight in packable:
+        return PackedLinear(pack_once(module.weight, packed), module.bias, module.out_features)
     if isinstance(module, RMSNorm):
         return PackedNorm(module)
-    if isinstance(module, nn.Embedding) and weight in packed:
-        return PackedEmbedding(packed[weight], module.num_embeddings)
-    if isinstance(module, Stack) and len(module) > 0 and all(packable(layer.block, packed) for layer in module):
-        return PackedStack(module, packed)
-    if isinstance(module, Block) and packable(module, packed):
-        return PackedBlock(module, packed)
+    if isinstance(module, nn.Embedding) and module.weight in packable:
+        return PackedEmbedding(pack_once(module.weight, packed), module.num_embeddings)
+    if isinstance(module, Stack) and len(module) > 0 and all(runs(layer.block, packable) for layer in module):
+        return PackedStack(module)
+    if isinstance(module, Block) and runs(module, packable):
+        return PackedBlock(module)
     return module
 
 
-def packable(block: Block, packed: dict[Tensor, Tensor]) -> bool:
+def runs(block: Block, packable: set[Tensor]) -> bool:
     linears = (module for module in block.modules() if isinstance(module, nn.Linear))
     head_dim = block.attention.head_dim
-    return head_dim % COLUMNS == 0 and head_dim <= MAX_HEAD_DIM and all(linear.weight in packed for linear in linears)
+    return head_dim % COLUMNS == 0 and head_dim <= MAX_HEAD_DIM and all(linear.weight in packable for linear in linears)
+
+
+def pack_once(weight: nn.Parameter, packed: dict[Tensor, Tensor]) -> Tensor:
+    """(out / 32, in / p, 32, p), made at the first call for `weight`."""
+    if weight not in packed:
+        p, size = per_word(weight.dtype), weight.size(1)
+        into = huge_block(packed_size(weight), weight.dtype)
+        pack(weight, into)
+        packed[weight] = into.view(-1, size // p, COLUMNS, p)
+        free(weight)
+    return packed[weight]
+
+
+def paired(layer: list[Tensor | None]) -> list[Tensor | None]:
+    """The parts of a layer, gate_up's (2 I, in) rows in turns: 16 gates, then 16 of up, of the last ones zeros."""
+    *before, gate_up, down = layer
+    halves = gate_up.unflatten(0, (2, -1))
+    halves = nn.functional.pad(halves, (0, 0, 0, -halves.size(1) % 16)).unflatten(1, (-1, 16))
+    return [*before, halves.transpose(0, 1).flatten(0, 2), down]
+
+
+def packed_size(weight: Tensor | None) -> int:
+    """How many numbers `weight` takes, packed: whole blocks, so that all parts of a layer start at 64 bytes."""
+    return 0 if weight is None else -(-weight.size(0) // COLUMNS) * COLUMNS * weight[0].numel()
 
 
 @torch.no_grad()
-def pack(weight: Tensor, into: Tensor) -> Tensor:
-    """weight (out, in) -> (out / 32, in / p, 32, p) in the memory `into`, of zeros: those fill the last block."""
+def pack(weight: Tensor | None, into: Tensor) -> None:
+    """weight (out, in) -> (out / 32, in / p, 32, p), a vector as it is, in the memory `into`, of zeros: those fill the
+    last block."""
+    if weight is None:
+        return
+    if weight.ndim == 1:
+        into[: len(weight)] = weight
+        return
     p, (out, size) = per_word(weight.dtype), weight.shape
-    packed = into.view(-1, size // p, COLUMNS, p)
+    rows = into.view(-1, size // p, COLUMNS, p).transpose(1, 2)
     whole = out // COLUMNS * COLUMNS
-    rows = packed.transpose(1, 2)
     rows[: out // COLUMNS] = weight[:whole].view(-1, COLUMNS, size // p, p)
     if whole < out:
         rows[-1, : out - whole] = weight[whole:].view(-1, size // p, p)
-    return packed
+
+
+def free(*weights: nn.Parameter | None) -> None:
+    for weight in weights:
+        if weight is not None:
+            weight.data = weight.new_empty(0)
 
 
 @contextmanager
@@ -276,15 +309,11 @@ def freed_memory_given_back() -> Iterator[None]:
         set_option(M_TRIM_THRESHOLD, 64 << 20)
 
 
-def huge_blocks(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros, one tensor for each size, in huge pages where the system has them; memory is taken when it is written.
-
-    Each has a storage of its own: torch.compile copies tensors in and out that share one with what it mutates."""
-    size = dtype.itemsize
-    block = mmap.mmap(-1, sum(sizes) * size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def huge_block(count: int, dtype: torch.dtype) -> Tensor:
+    """`count` zeros in huge pages where the system has them; memory is taken when it is written."""
+    block = mmap.mmap(-1, count * dtype.itemsize + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them
             block.madvise(mmap.MADV_HUGEPAGE)
     start = -torch.frombuffer(block, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-    starts = itertools.accumulate((size * count for count in sizes[:-1]), initial=start)
-    return [torch.frombuffer(block, dtype=dtype, offset=at, count=n) for at, n in zip(starts, sizes, strict=True)]
+    return torch.frombuffer(block, dtype=dtype, offset=start, count=count)

@@ -32,15 +32,15 @@ COLUMNS = (
 )
 
 
-def small_pages(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """In place of cpu_kernels.huge_blocks."""
-    return [torch.zeros(size, dtype=dtype) for size in sizes]
+def small_pages(count: int, dtype: torch.dtype) -> Tensor:
+    """In place of cpu_kernels.huge_block."""
+    return torch.zeros(count, dtype=dtype)
 
 
 def keeping(kinds: tuple[type[nn.Module], ...]) -> Callable:
     """In place of cpu_kernels.replacement: modules of these kinds stay torch's."""
     replace = cpu_kernels.replacement
-    return lambda module, packed: module if isinstance(module, kinds) else replace(module, packed)
+    return lambda module, *packing: module if isinstance(module, kinds) else replace(module, *packing)
 
 
 def with_checks(call: Callable, options: dict, **rest) -> Callable:
@@ -52,7 +52,7 @@ def with_checks(call: Callable, options: dict, **rest) -> Callable:
 torch_compile = torch.compile
 LEFT_OUT: dict[str, Callable[[], AbstractContextManager]] = {
     "nothing": nullcontext,
-    "huge pages": lambda: patch.object(cpu_kernels, "huge_blocks", small_pages),
+    "huge pages": lambda: patch.object(cpu_kernels, "huge_block", small_pages),
     "one operator for all layers": lambda: patch.object(cpu_kernels, "replacement", keeping((Stack,))),
     "layers as operators": lambda: patch.object(cpu_kernels, "replacement", keeping((Stack, Block))),
     "dropping torch's checks": lambda: patch.object(torch, "compile", with_checks),

@@ -196,14 +196,14 @@ def test_a_tied_embedding_reads_the_packed_head_and_the_weights_are_kept_once():
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
 
 
-def test_every_cache_has_a_storage_of_its_own():
+def test_the_caches_are_one_tensor_with_a_storage_of_its_own():
     """Else torch.compile copies all of them in and out at every call."""
     model = fill(Transformer(config(), tied=True), torch.bfloat16)
     cpu_kernels.install(model)
     model.allocate(1, SLOTS)
-    caches = [buffer for name, buffer in model.layers.named_buffers() if name.startswith("cache_")]
-    assert len(caches) == 4
-    assert all(cache.untyped_storage().nbytes() == cache.nbytes for cache in caches)
+    assert {name for name, _ in model.layers.named_buffers()} == {"weights", "caches"}
+    caches = model.layers.caches
+    assert caches.nbytes == caches.untyped_storage().nbytes() == 2 * 2 * 2 * SLOTS * 2 * 32
 
 
 def test_modules_that_two_models_share_stay_shared():
