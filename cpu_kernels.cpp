@@ -14,12 +14,18 @@
 #include <c10/util/accumulate.h>
 #include <torch/library.h>
 
+#include <omp.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -141,32 +147,80 @@ void tile(int rows, const uint32_t* x, int64_t x_stride, const uint32_t* w, int6
   tile<T, R>(x, x_stride, w, w_stride, n, y);
 }
 
+// ---- threads ---------------------------------------------------------------------------------------------------------
+
+// Threads that work in step. OpenMP starts them and makes a system call at each of its barriers; this one makes none,
+// and a step has hundreds.
+struct Team {
+  const int64_t count;
+  alignas(64) std::atomic<int64_t> arrived = 0;
+  alignas(64) std::atomic<int64_t> generation = 0;
+
+  void wait() {
+    constexpr int kPatience = 20000;  // looks, before whoever shares the core may have it
+    const int64_t now = generation.load(std::memory_order_relaxed);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
+      arrived.store(0, std::memory_order_relaxed);
+      generation.store(now + 1, std::memory_order_release);
+    }
+    for (int looks = 0; generation.load(std::memory_order_acquire) == now; looks++)
+      looks < kPatience ? __builtin_ia32_pause() : std::this_thread::yield();
+  }
+};
+
+// One of them.
+struct Member {
+  Team& team;
+  const int64_t index;
+
+  // The part [begin, end) of n pieces that is this one's.
+  std::pair<int64_t, int64_t> share(int64_t n) const {
+    return {n * index / team.count, n * (index + 1) / team.count};
+  }
+  void wait() const {
+    if (team.count > 1) team.wait();
+  }
+};
+
+// work(Member) by torch's threads, or by this one alone where there is little to do. It must not throw.
+template <class Work>
+void in_team(bool much, const Work& work) {
+  const int threads = much && !at::in_parallel_region() ? at::get_num_threads() : 1;
+  std::unique_ptr<Team> team;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp single
+    team.reset(new Team{omp_get_num_threads()});  // may be fewer than asked for
+    work(Member{*team, omp_get_thread_num()});
+  }
+}
+
 // ---- linear ----------------------------------------------------------------------------------------------------------
 
 // The products of `rows` rows of x, `in` numbers each, with `blocks` blocks of packed weights: for each row and block,
 // write(row, block, sums of its left columns, of its right ones).
 template <class T, class Write>
-void multiply(const T* x, const T* w, int64_t rows, int64_t in, int64_t blocks, const Write& write) {
+void multiply(const Member& me, const T* x, const T* w, int64_t rows, int64_t in, int64_t blocks, const Write& write) {
   const int64_t n = in / kPerWord<T>;
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    Floats sums[kRows][2];
-    for (int64_t block = begin; block < end; block++) {
-      for (int64_t row = 0; row < rows; row += kRows) {  // meanwhile the block's weights stay in the core's cache
-        const int count = std::min<int64_t>(kRows, rows - row);
-        tile<T>(count, words(x + row * in), n, words(w + block * kColumns * in), kColumns, n, sums);
-        for (int r = 0; r < count; r++) write(row + r, block, sums[r][0], sums[r][1]);
-      }
+  const auto [begin, end] = me.share(blocks);
+  Floats sums[kRows][2];
+  for (int64_t block = begin; block < end; block++) {
+    for (int64_t row = 0; row < rows; row += kRows) {  // meanwhile the block's weights stay in the core's cache
+      const int count = std::min<int64_t>(kRows, rows - row);
+      tile<T>(count, words(x + row * in), n, words(w + block * kColumns * in), kColumns, n, sums);
+      for (int r = 0; r < count; r++) write(row + r, block, sums[r][0], sums[r][1]);
     }
-  });
+  }
+  me.wait();
 }
 
 int64_t blocks_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
 
 // y = x w^T (+ bias) (+ residual), rounded where PyTorch rounds. x (rows, in), y and residual (rows, out).
 template <class T>
-void linear_rows(const T* x, const T* w, const T* bias, const T* residual, T* y, int64_t rows, int64_t in,
-                 int64_t out) {
-  multiply<T>(x, w, rows, in, blocks_of(out), [&](int64_t row, int64_t block, Floats left, Floats right) {
+void linear_rows(const Member& me, const T* x, const T* w, const T* bias, const T* residual, T* y, int64_t rows,
+                 int64_t in, int64_t out) {
+  multiply<T>(me, x, w, rows, in, blocks_of(out), [&](int64_t row, int64_t block, Floats left, Floats right) {
     for (int64_t column = block * kColumns, half = 0; half < 2 && column < out; half++, column += 16) {
       const int64_t width = std::min<int64_t>(16, out - column);
       Floats sum = half ? right : left;
@@ -187,8 +241,11 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   Tensor y = at::empty(shape, x.options());
   auto run = [&]<class T>(T) {
     const T* added = bias ? bias->const_data_ptr<T>() : nullptr;
-    linear_rows<T>(x.const_data_ptr<T>(), packed.const_data_ptr<T>(), added, nullptr, y.mutable_data_ptr<T>(),
-                   x.numel() / in, in, out);
+    const T *from = x.const_data_ptr<T>(), *w = packed.const_data_ptr<T>();
+    T* to = y.mutable_data_ptr<T>();
+    in_team(true, [&](const Member& me) {
+      linear_rows<T>(me, from, w, added, nullptr, to, x.numel() / in, in, out);
+    });
   };
   x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
   return y;
@@ -293,88 +350,109 @@ struct Block {
   }
 };
 
-template <class T>
-struct Attention {
+// The sizes of a call, and which chunks of keys its blocks of query rows see. Row r of a key head's blocks is query head
+// r % group of token r / group.
+struct Reach {
   int64_t batch, tokens, heads, kv_heads, head_dim, slots, window;
-  const int64_t* positions;  // (B, T)
-  T *k_cache, *v_cache;
+  const int64_t* positions;                    // (B, T)
+  std::vector<int64_t> starts = {0}, firsts;  // of each block: where its chunks start among all, its first one
+  bool share_chunks;                           // few rows, as in a round: the threads share the chunks of each block
 
-  int64_t group() const { return heads / kv_heads; }
-  int64_t blocks_per_head() const { return (group() * tokens + kRows - 1) / kRows; }
-
-  // Puts the new keys and values into their slots.
-  void write(const T* qkv) const {
-    constexpr int p = kPerWord<T>;
-    for (int64_t i = 0; i < batch * tokens * kv_heads; i++) {
-      const int64_t head = i % kv_heads, row = i / kv_heads, b = row / tokens, slot = positions[row];
-      TORCH_CHECK(0 <= slot && slot < slots, "position ", slot, " in a cache of ", slots, " slots");
-      const T* key = qkv + (row * (heads + 2 * kv_heads) + heads + head) * head_dim;
-      const T* value = key + kv_heads * head_dim;
-      T* keys = k_cache + ((b * kv_heads + head) * slots + slot / kColumns * kColumns) * head_dim;
-      T* values = v_cache + ((b * kv_heads + head) * slots + slot / p * p) * head_dim;
-      for (int64_t d = 0; d < head_dim; d++) {
-        keys[(d / p * kColumns + slot % kColumns) * p + d % p] = key[d];
-        values[d * p + slot % p] = value[d];
+  Reach(int64_t batch, int64_t tokens, at::IntArrayRef shape, int64_t slots, int64_t window, const int64_t* positions)
+      : batch(batch), tokens(tokens), heads(shape[0]), kv_heads(shape[1]), head_dim(shape[2]), slots(slots),
+        window(window), positions(positions) {
+    for (int64_t i = 0; i < blocks(); i++) {
+      int64_t first = slots, end = 0;
+      for (int r = 0; r < rows(i); r++) {
+        const auto [from, to] = seen(i, r);
+        first = std::min(first, from), end = std::max(end, to);
       }
+      firsts.push_back(first / kChunk);
+      starts.push_back(starts.back() + std::max<int64_t>(0, (end + kChunk - 1) / kChunk - firsts.back()));
     }
+    share_chunks = blocks() < 4 * at::get_num_threads() && blocks_per_head() <= kFewBlocks;
   }
 
-  // Block i: rows of one sequence and key head. Row r of a head is query head r % group of token r / group.
+  int64_t group() const { return heads / kv_heads; }
+  int64_t all_heads() const { return heads + 2 * kv_heads; }
+  int64_t blocks_per_head() const { return (group() * tokens + kRows - 1) / kRows; }
+  int64_t blocks() const { return batch * kv_heads * blocks_per_head(); }
+  int64_t first_row(int64_t i) const { return i % blocks_per_head() * kRows; }
+  int64_t head(int64_t i) const { return i / blocks_per_head() % kv_heads; }
+  int64_t sequence(int64_t i) const { return i / blocks_per_head() / kv_heads; }
+  int rows(int64_t i) const { return std::min<int64_t>(kRows, group() * tokens - first_row(i)); }
+  // Of row r of block i: (b, t) as one number.
+  int64_t token(int64_t i, int r) const { return sequence(i) * tokens + (first_row(i) + r) / group(); }
+
+  // The slots [first, end) that row r of block i sees. Padding stands in the last slot and sees nothing.
+  std::pair<int64_t, int64_t> seen(int64_t i, int r) const {
+    const int64_t position = positions[token(i, r)], end = position + 1;
+    if (position == slots - 1) return {slots, 0};
+    return {window > 0 ? std::max<int64_t>(0, end - window) : 0, end};
+  }
+
+  int64_t part_numbers() const { return share_chunks ? starts.back() * kRows * (head_dim + 2) : 0; }
+};
+
+template <class T>
+struct Attention {
+  const Reach& reach;
+  T *k_cache, *v_cache;
+
+  // Puts a new key or value of row (b, t) into its slot.
+  void write(const T* vector, int64_t row, int64_t head, bool is_key) const {
+    constexpr int p = kPerWord<T>;
+    const int64_t slot = reach.positions[row], head_dim = reach.head_dim;
+    const int64_t start = (row / reach.tokens * reach.kv_heads + head) * reach.slots;
+    T* keys = k_cache + (start + slot / kColumns * kColumns) * head_dim;
+    T* values = v_cache + (start + slot / p * p) * head_dim;
+    for (int64_t d = 0; d < head_dim; d++)
+      (is_key ? keys[(d / p * kColumns + slot % kColumns) * p + d % p] : values[d * p + slot % p]) = vector[d];
+  }
+
   void fill(Block<T>& block, int64_t i, const T* qkv, T* y) const {
-    const int64_t begin = i % blocks_per_head() * kRows, head = i / blocks_per_head() % kv_heads;
-    const int64_t b = i / blocks_per_head() / kv_heads, cache = (b * kv_heads + head) * slots * head_dim;
-    const int rows = std::min<int64_t>(kRows, group() * tokens - begin);
-    block.rows = rows, block.k = k_cache + cache, block.v = v_cache + cache;
-    for (int r = 0; r < rows; r++) {
-      const int64_t row = b * tokens + (begin + r) / group(), query = head * group() + (begin + r) % group();
-      const bool padding = positions[row] == slots - 1;  // goes to the last slot and sees nothing
-      block.end[r] = padding ? 0 : positions[row] + 1;
-      block.first[r] = padding ? INT32_MAX : 0;
-      if (window > 0 && !padding) block.first[r] = std::max<int64_t>(0, block.end[r] - window);
-      block.y[r] = y + (row * heads + query) * head_dim;
-      const T* q = qkv + (row * (heads + 2 * kv_heads) + query) * head_dim;
+    const int64_t head_dim = reach.head_dim;
+    const int64_t cache = (reach.sequence(i) * reach.kv_heads + reach.head(i)) * reach.slots * head_dim;
+    block.rows = reach.rows(i), block.k = k_cache + cache, block.v = v_cache + cache;
+    for (int r = 0; r < block.rows; r++) {
+      const int64_t query = reach.head(i) * reach.group() + (reach.first_row(i) + r) % reach.group();
+      std::tie(block.first[r], block.end[r]) = reach.seen(i, r);
+      block.y[r] = y + (reach.token(i, r) * reach.heads + query) * head_dim;
+      const T* q = qkv + (reach.token(i, r) * reach.all_heads() + query) * head_dim;
       std::memcpy(block.q + r * head_dim, q, head_dim * sizeof(T));
     }
   }
 
-  // Few rows, as in a round: the threads share the chunks of each block. Many, as in a prompt: they share the blocks.
-  // Either way the chunks are added up in the same order.
-  // qkv (B, T, H + 2 Hkv, Hd), y (B, T, H, Hd).
-  void run(const T* qkv, T* y) const {
-    write(qkv);
-    const int64_t count = batch * kv_heads * blocks_per_head();
-    const auto blocks = std::make_unique_for_overwrite<Block<T>[]>(count);
-    std::vector<int64_t> starts{0}, chunks;  // of each block: where its parts start, its first chunk
-    for (int64_t i = 0; i < count; i++) {
-      fill(blocks[i], i, qkv, y);
-      const Block<T>& rows = blocks[i];
-      chunks.push_back(*std::min_element(rows.first, rows.first + rows.rows) / kChunk);
-      const int64_t end = (*std::max_element(rows.end, rows.end + rows.rows) + kChunk - 1) / kChunk;
-      starts.push_back(starts.back() + std::max<int64_t>(0, end - chunks.back()));
-    }
-    const bool share_chunks = count < 4 * at::get_num_threads() && blocks_per_head() <= kFewBlocks;
-    const auto memory = std::make_unique_for_overwrite<float[]>(share_chunks ? starts.back() * Part::size(head_dim) : 0);
-    auto part = [&](int64_t c) { return Part(memory.get() + c * Part::size(head_dim)); };
-    if (share_chunks)
-      at::parallel_for(0, starts.back(), 1, [&](int64_t begin, int64_t end) {
-        int64_t i = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
-        for (int64_t c = begin; c < end; c++) {
-          while (c >= starts[i + 1]) i++;
-          blocks[i].over(chunks[i] + c - starts[i], head_dim, part(c));
-        }
-      });
-    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-      const auto own = std::make_unique_for_overwrite<float[]>(2 * Part::size(head_dim));
-      Part all(own.get()), next(own.get() + Part::size(head_dim));
-      for (int64_t i = begin; i < end; i++) {
-        all.clear(blocks[i].rows, head_dim);
-        for (int64_t c = starts[i]; c < starts[i + 1]; c++) {
-          if (!share_chunks) blocks[i].over(chunks[i] + c - starts[i], head_dim, next);
-          all.add(share_chunks ? part(c) : next, blocks[i].rows, head_dim);
-        }
-        blocks[i].finish(all, head_dim);
+  // qkv (B, T, H + 2 Hkv, Hd), y (B, T, H, Hd), parts: reach.part_numbers(). Whether the threads share chunks or blocks,
+  // the chunks are added up in the same order.
+  void run(const Member& me, const T* qkv, T* y, float* parts) const {
+    const int64_t head_dim = reach.head_dim;
+    const auto& starts = reach.starts;
+    auto part = [&](int64_t c) { return Part(parts + c * Part::size(head_dim)); };
+    Block<T> block;
+    if (reach.share_chunks) {
+      const auto [begin, end] = me.share(starts.back());
+      int64_t i = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
+      for (int64_t c = begin; c < end; c++) {
+        while (c >= starts[i + 1]) i++;
+        if (c == begin || c == starts[i]) fill(block, i, qkv, y);
+        block.over(reach.firsts[i] + c - starts[i], head_dim, part(c));
       }
-    });
+      me.wait();
+    }
+    float own[2 * kRows * (kMaxHeadDim + 2)];
+    Part all(own), next(own + Part::size(head_dim));
+    const auto [begin, end] = me.share(reach.blocks());
+    for (int64_t i = begin; i < end; i++) {
+      fill(block, i, qkv, y);
+      all.clear(block.rows, head_dim);
+      for (int64_t c = starts[i]; c < starts[i + 1]; c++) {
+        if (!reach.share_chunks) block.over(reach.firsts[i] + c - starts[i], head_dim, next);
+        all.add(reach.share_chunks ? part(c) : next, block.rows, head_dim);
+      }
+      block.finish(all, head_dim);
+    }
+    me.wait();
   }
 };
 
@@ -402,8 +480,8 @@ void rotate(T* x, const float* cos, const float* sin, int64_t head_dim) {
 
 // y (rows, inner) = silu(gate) * up, where a block's left columns are gates and its right ones what they open.
 template <class T>
-void gated_rows(const T* x, const T* w, T* y, int64_t rows, int64_t in, int64_t inner) {
-  multiply<T>(x, w, rows, in, (inner + 15) / 16, [&](int64_t row, int64_t block, Floats gate, Floats up) {
+void gated_rows(const Member& me, const T* x, const T* w, T* y, int64_t rows, int64_t in, int64_t inner) {
+  multiply<T>(me, x, w, rows, in, (inner + 15) / 16, [&](int64_t row, int64_t block, Floats gate, Floats up) {
     const Floats g = rounded<T>(gate), falling = exponential(g < 0 ? g : -g);
     const Floats silu = g * (g < 0 ? falling : Floats{} + 1.0f) / (falling + 1.0f);
     const int64_t column = block * 16, width = std::min<int64_t>(16, inner - column);
@@ -424,10 +502,10 @@ struct Layer {
 };
 
 template <class T>
-void norm_rows(const T* x, const T* weight, float eps, T* y, int64_t rows, int64_t size) {
-  at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * size; i < end * size; i += size) rms_norm(x + i, weight, size, eps, y + i);
-  });
+void norm_rows(const Member& me, const T* x, const T* weight, float eps, T* y, int64_t rows, int64_t size) {
+  const auto [begin, end] = me.share(rows);
+  for (int64_t i = begin; i < end; i++) rms_norm(x + i * size, weight, size, eps, y + i * size);
+  me.wait();
 }
 
 // model.RMSNorm of x (..., D): Inductor's own would sum one row in another order than several.
@@ -436,38 +514,52 @@ Tensor norm(const Tensor& x, const Tensor& weight, double eps) {
   TORCH_CHECK(x.is_contiguous() && weight.numel() == size, "x ", x.sizes(), " of strides ", x.strides());
   Tensor y = at::empty_like(x);
   auto run = [&]<class T>(T) {
-    norm_rows<T>(x.const_data_ptr<T>(), weight.const_data_ptr<T>(), eps, y.mutable_data_ptr<T>(), x.numel() / size,
-                 size);
+    const T *from = x.const_data_ptr<T>(), *by = weight.const_data_ptr<T>();
+    T* to = y.mutable_data_ptr<T>();
+    const int64_t rows = x.numel() / size;
+    in_team(rows >= 8, [&](const Member& me) { norm_rows<T>(me, from, by, eps, to, rows, size); });
   };
   x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
   return y;
 }
 
-// A layer for `rows` rows of `size` numbers: x becomes x + attention(normed), and then that + mlp(mlp_norm(that)).
-// normed (rows, in); inner: the mlp's width.
+// What a layer leaves on its way, for `rows` rows; all layers use the same.
 template <class T>
-void run_layer(const Layer<T>& layer, T* x, const T* normed, const Attention<T>& where, const float* cos_sin, float eps,
-               int64_t rows, int64_t size, int64_t in, int64_t inner) {
-  const int64_t heads = where.heads + where.kv_heads, width = where.head_dim, all = heads + where.kv_heads;
-  const float *cos = cos_sin, *sin = cos + rows * width / 2;
-  auto scratch = [&](int64_t width) { return std::make_unique_for_overwrite<T[]>(rows * width); };
-  const auto qkv = scratch(all * width), attended = scratch(where.heads * width), middle = scratch(size),
-             gated = scratch(inner);
-  linear_rows<T>(normed, layer.qkv, layer.qkv_bias, nullptr, qkv.get(), rows, in, all * width);
-  at::parallel_for(0, rows, 2, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * heads; i < end * heads; i++) {
-      const int64_t row = i / heads, head = i % heads, angle = row * width / 2;
-      const T* norm = head < where.heads ? layer.q_norm : layer.k_norm;
-      T* vector = qkv.get() + (row * all + head) * width;
-      if (norm) rms_norm(vector, norm, width, eps, vector);
-      rotate(vector, cos + angle, sin + angle, width);
-    }
-  });
-  where.run(qkv.get(), attended.get());
-  linear_rows<T>(attended.get(), layer.out, layer.out_bias, x, x, rows, where.heads * width, size);
-  norm_rows<T>(x, layer.mlp_norm, eps, middle.get(), rows, size);
-  gated_rows<T>(middle.get(), layer.gate_up, gated.get(), rows, size, inner);
-  linear_rows<T>(gated.get(), layer.down, nullptr, x, x, rows, inner, size);
+struct Scratch {
+  std::unique_ptr<T[]> normed, qkv, attended, gated;
+  std::unique_ptr<float[]> parts;
+
+  Scratch(int64_t rows, int64_t size, const Reach& reach, int64_t inner, int64_t part_numbers)
+      : normed(new T[rows * size]), qkv(new T[rows * reach.all_heads() * reach.head_dim]),
+        attended(new T[rows * reach.heads * reach.head_dim]), gated(new T[rows * inner]),
+        parts(new float[part_numbers]) {}
+};
+
+// A layer for `rows` rows of `size` numbers: x becomes x + attention(normed), and then that + mlp(mlp_norm(that)).
+// normed (rows, in), which may be the scratch's; inner: the mlp's width.
+template <class T>
+void run_layer(const Member& me, const Layer<T>& layer, T* x, const T* normed, const Attention<T>& attention,
+               const float* cos_sin, float eps, int64_t rows, int64_t size, int64_t in, int64_t inner,
+               const Scratch<T>& scratch) {
+  const Reach& reach = attention.reach;
+  const int64_t width = reach.head_dim, all = reach.all_heads();
+  linear_rows<T>(me, normed, layer.qkv, layer.qkv_bias, nullptr, scratch.qkv.get(), rows, in, all * width);
+  const auto [begin, end] = me.share(rows * all);
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t row = i / all, head = i % all, key = head - reach.heads, value = key - reach.kv_heads;
+    const float* cos = cos_sin + row * width / 2;
+    const T* norm = key < 0 ? layer.q_norm : layer.k_norm;
+    T* vector = scratch.qkv.get() + i * width;
+    if (value < 0 && norm) rms_norm(vector, norm, width, eps, vector);
+    if (value < 0) rotate(vector, cos, cos + rows * width / 2, width);
+    if (key >= 0) attention.write(vector, row, value < 0 ? key : value, value < 0);
+  }
+  me.wait();
+  attention.run(me, scratch.qkv.get(), scratch.attended.get(), scratch.parts.get());
+  linear_rows<T>(me, scratch.attended.get(), layer.out, layer.out_bias, x, x, rows, reach.heads * width, size);
+  norm_rows<T>(me, x, layer.mlp_norm, eps, scratch.normed.get(), rows, size);
+  gated_rows<T>(me, scratch.normed.get(), layer.gate_up, scratch.gated.get(), rows, size, inner);
+  linear_rows<T>(me, scratch.gated.get(), layer.down, nullptr, x, x, rows, inner, size);
 }
 
 // A stack of layers. x (B, T, D); normed (B, T, in) what the first one's attention reads, if that is not norm(x);
@@ -491,23 +583,35 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
               "weights ", weights.sizes(), " for ", count, " layers of ", sizes, ", x ", x.sizes(), ", shape ", shape);
   for (const Tensor& input : {x, normed.value_or(x), positions, cos_sin, weights, caches})
     TORCH_CHECK(input.is_contiguous(), "sizes ", input.sizes(), ", strides ", input.strides());
+  const int64_t* where = positions.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < rows; row++)
+    TORCH_CHECK(0 <= where[row] && where[row] < slots, "position ", where[row], " in a cache of ", slots, " slots");
+  std::map<int64_t, Reach> reaches;  // by window: most models have one or two
+  int64_t part_numbers = 0;
+  for (const int64_t window : windows)
+    part_numbers = std::max(part_numbers, reaches.try_emplace(window, batch, tokens, shape, slots, window, where)
+                                              .first->second.part_numbers());
   Tensor y = at::empty_like(x), aux = at::empty({batch, tokens, n * size}, x.options());
   auto run = [&]<class T>(T) {
-    T *stream = y.mutable_data_ptr<T>(), *keys = caches.mutable_data_ptr<T>();
+    const T *w = weights.const_data_ptr<T>(), *given = normed ? normed->const_data_ptr<T>() : nullptr;
+    T *stream = y.mutable_data_ptr<T>(), *keys = caches.mutable_data_ptr<T>(), *states = aux.mutable_data_ptr<T>();
+    const float* angles = cos_sin.const_data_ptr<float>();
     std::memcpy(stream, x.const_data_ptr<T>(), rows * size * sizeof(T));
-    const auto own = std::make_unique_for_overwrite<T[]>(rows * size);
-    for (int64_t i = 0; i <= count; i++, keys += 2 * cache * slots) {
-      for (int64_t tap = 0; tap < n; tap++)
-        for (int64_t row = 0; taps[tap] == i && row < rows; row++)
-          std::memcpy(aux.mutable_data_ptr<T>() + (row * n + tap) * size, stream + row * size, size * sizeof(T));
-      if (i == count) break;
-      const Layer<T> layer(weights.const_data_ptr<T>() + i * of_one, sizes);
-      if (layer.norm) norm_rows<T>(stream, layer.norm, eps, own.get(), rows, size);
-      const Attention<T> where{batch, tokens, heads, kv_heads, head_dim, slots, windows[i],
-                               positions.const_data_ptr<int64_t>(), keys, keys + cache * slots};
-      run_layer<T>(layer, stream, layer.norm ? own.get() : normed->const_data_ptr<T>(), where,
-                   cos_sin.const_data_ptr<float>(), eps, rows, size, in, inner);
-    }
+    const Scratch<T> scratch(rows, size, reaches.begin()->second, inner, part_numbers);
+    in_team(true, [&](const Member& me) {
+      for (int64_t i = 0; i <= count; i++) {
+        for (int64_t tap = 0; tap < n; tap++)
+          for (int64_t row = 0; me.index == 0 && taps[tap] == i && row < rows; row++)
+            std::memcpy(states + (row * n + tap) * size, stream + row * size, size * sizeof(T));
+        if (i == count) break;
+        const Layer<T> layer(w + i * of_one, sizes);
+        T* cached = keys + 2 * i * cache * slots;
+        if (layer.norm) norm_rows<T>(me, stream, layer.norm, eps, scratch.normed.get(), rows, size);
+        run_layer<T>(me, layer, stream, layer.norm ? scratch.normed.get() : given,
+                     {reaches.at(windows[i]), cached, cached + cache * slots}, angles, eps, rows, size, in, inner,
+                     scratch);
+      }
+    });
   };
   x.scalar_type() == at::kFloat ? run(float()) : run(BFloat16());
   return {y, aux};
