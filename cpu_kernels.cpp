@@ -149,22 +149,22 @@ void tile(int rows, const uint32_t* x, int64_t x_stride, const uint32_t* w, int6
 
 // ---- threads ---------------------------------------------------------------------------------------------------------
 
-// Threads that work in step. OpenMP starts them and makes a system call at each of its barriers; this one makes none,
-// and a step has hundreds.
+// Threads that work in step. OpenMP starts them and makes a system call at each of its barriers; this one makes none
+// unless it waits long, and a step has hundreds.
 struct Team {
   const int64_t count;
   alignas(64) std::atomic<int64_t> arrived = 0;
   alignas(64) std::atomic<int64_t> generation = 0;
 
   void wait() {
-    constexpr int kPatience = 20000;  // looks, before whoever shares the core may have it
+    const int patience = count > omp_get_num_procs() ? 0 : 20000;  // looks, before whoever shares the core may have it
     const int64_t now = generation.load(std::memory_order_relaxed);
     if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
       arrived.store(0, std::memory_order_relaxed);
       generation.store(now + 1, std::memory_order_release);
     }
-    for (int looks = 0; generation.load(std::memory_order_acquire) == now; looks++)
-      looks < kPatience ? __builtin_ia32_pause() : std::this_thread::yield();
+    for (int looks = 0; generation.load(std::memory_order_acquire) == now;)
+      looks < patience ? (looks++, __builtin_ia32_pause()) : std::this_thread::yield();
   }
 };
 
@@ -185,9 +185,9 @@ struct Member {
 // work(Member) by torch's threads, or by this one alone where there is little to do. It must not throw.
 template <class Work>
 void in_team(bool much, const Work& work) {
-  const int threads = much && !at::in_parallel_region() ? at::get_num_threads() : 1;
+  const bool several = much && !at::in_parallel_region() && at::get_num_threads() > 1;
   std::unique_ptr<Team> team;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+#pragma omp parallel if (several)
   {
 #pragma omp single
     team.reset(new Team{omp_get_num_threads()});  // may be fewer than asked for
@@ -354,9 +354,9 @@ struct Block {
 // r % group of token r / group.
 struct Reach {
   int64_t batch, tokens, heads, kv_heads, head_dim, slots, window;
-  const int64_t* positions;                    // (B, T)
+  const int64_t* positions;                   // (B, T)
   std::vector<int64_t> starts = {0}, firsts;  // of each block: where its chunks start among all, its first one
-  bool share_chunks;                           // few rows, as in a round: the threads share the chunks of each block
+  bool share_chunks;                          // few rows, as in a round: the threads share the chunks of each block
 
   Reach(int64_t batch, int64_t tokens, at::IntArrayRef shape, int64_t slots, int64_t window, const int64_t* positions)
       : batch(batch), tokens(tokens), heads(shape[0]), kv_heads(shape[1]), head_dim(shape[2]), slots(slots),
@@ -399,7 +399,7 @@ struct Attention {
   const Reach& reach;
   T *k_cache, *v_cache;
 
-  // Puts a new key or value of row (b, t) into its slot.
+  // Puts a new key or value of row (b, t) into its slot; not padding's, which nobody sees.
   void write(const T* vector, int64_t row, int64_t head, bool is_key) const {
     constexpr int p = kPerWord<T>;
     const int64_t slot = reach.positions[row], head_dim = reach.head_dim;
@@ -489,10 +489,11 @@ void gated_rows(const Member& me, const T* x, const T* w, T* y, int64_t rows, in
   });
 }
 
-// Where one layer's weights are; nullptr where it has none. sizes: numbers of each, in this order.
+// Where one layer's weights are; nullptr where it has none (norm: where the caller has normed). sizes: numbers of each,
+// in this order.
 template <class T>
 struct Layer {
-  const T *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;  // norm: or the caller
+  const T *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
   static constexpr size_t kParts = 10;
 
   Layer(const T* weights, at::IntArrayRef sizes) {
@@ -552,7 +553,8 @@ void run_layer(const Member& me, const Layer<T>& layer, T* x, const T* normed, c
     T* vector = scratch.qkv.get() + i * width;
     if (value < 0 && norm) rms_norm(vector, norm, width, eps, vector);
     if (value < 0) rotate(vector, cos, cos + rows * width / 2, width);
-    if (key >= 0) attention.write(vector, row, value < 0 ? key : value, value < 0);
+    const bool padding = reach.positions[row] == reach.slots - 1;
+    if (key >= 0 && !padding) attention.write(vector, row, value < 0 ? key : value, value < 0);
   }
   me.wait();
   attention.run(me, scratch.qkv.get(), scratch.attended.get(), scratch.parts.get());
@@ -564,7 +566,8 @@ void run_layer(const Member& me, const Layer<T>& layer, T* x, const T* normed, c
 
 // A stack of layers. x (B, T, D); normed (B, T, in) what the first one's attention reads, if that is not norm(x);
 // positions (B, T); cos_sin (2, B, T, 1, Hd / 2); weights: those of one layer after the other, of which `sizes` tells
-// the parts; caches (n_layer, 2, ...): keys and values; windows: each layer's, 0 for none; shape: heads, key heads, head
+// the parts; caches (n_layer, 2, B, Hkv, S, Hd), keys and values
+// in their own orders; windows: each layer's, 0 for none; shape: heads, key heads, head
 // dim, inner. Returns x behind the last layer and, (B, T, n * D), as it enters those named in `taps` (n_layer: as it
 // leaves the last one). One tensor each for weights and caches: what Python hands over costs a microsecond apiece.
 std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& normed, const Tensor& positions,
@@ -572,11 +575,15 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
                                   at::IntArrayRef windows, at::IntArrayRef shape, double eps, at::IntArrayRef taps) {
   const int64_t batch = x.size(0), tokens = x.size(1), rows = batch * tokens, size = x.size(2), n = taps.size();
   const int64_t heads = shape[0], kv_heads = shape[1], head_dim = shape[2], inner = shape[3], count = windows.size();
-  const int64_t in = normed ? normed->size(2) : size, cache = batch * kv_heads * head_dim, of_one = c10::sum_integers(sizes);
-  const int64_t slots = caches.numel() / (2 * count * cache);
+  const int64_t in = normed ? normed->size(2) : size, of_one = c10::sum_integers(sizes), slots = caches.size(4);
+  const int64_t cache = batch * kv_heads * slots * head_dim;  // numbers
   TORCH_CHECK(head_dim % kColumns == 0 && head_dim <= kMaxHeadDim && slots % kChunk == 0, "heads of ", head_dim,
               ", slots ", slots);
-  TORCH_CHECK(sizes.size() == Layer<float>::kParts && weights.numel() == count * of_one &&
+  TORCH_CHECK(caches.numel() == 2 * count * cache && caches.size(2) == batch && positions.numel() == rows &&
+                  cos_sin.numel() == rows * head_dim, "caches ", caches.sizes(), ", positions ", positions.sizes(),
+              ", cos and sin ", cos_sin.sizes());
+  TORCH_CHECK(sizes.size() == Layer<float>::kParts && (sizes[0] > 0) != normed.has_value() &&
+                  weights.numel() == count * of_one &&
                   sizes[1] == blocks_of((heads + 2 * kv_heads) * head_dim) * kColumns * in &&
                   sizes[5] == blocks_of(size) * kColumns * heads * head_dim &&
                   sizes[8] == (inner + 15) / 16 * kColumns * size && sizes[9] == blocks_of(size) * kColumns * inner,
@@ -605,10 +612,10 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
             std::memcpy(states + (row * n + tap) * size, stream + row * size, size * sizeof(T));
         if (i == count) break;
         const Layer<T> layer(w + i * of_one, sizes);
-        T* cached = keys + 2 * i * cache * slots;
+        T* cached = keys + 2 * i * cache;
         if (layer.norm) norm_rows<T>(me, stream, layer.norm, eps, scratch.normed.get(), rows, size);
         run_layer<T>(me, layer, stream, layer.norm ? scratch.normed.get() : given,
-                     {reaches.at(windows[i]), cached, cached + cache * slots}, angles, eps, rows, size, in, inner,
+                     {reaches.at(windows[i]), cached, cached + cache}, angles, eps, rows, size, in, inner,
                      scratch);
       }
     });

@@ -12,13 +12,14 @@ Shapes as in model.py.
 
 import ctypes
 import hashlib
+import math
 import mmap
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -132,7 +133,7 @@ class PackedEmbedding(nn.Module):
 class PackedLayers(nn.Module):
     """Layers as one operator, over caches of which only the slots that some row sees are read.
 
-    All weights are one tensor, and all caches: handing over hundreds of them would cost a tenth of a step."""
+    All weights are one tensor, and all caches another: handing over hundreds of them would cost a tenth of a step."""
 
     def __init__(self, norms: list[RMSNorm | None], blocks: list[Block]):
         super().__init__()
@@ -141,6 +142,7 @@ class PackedLayers(nn.Module):
         self.eps = blocks[0].mlp_norm.eps
         self.windows = [block.attention.window or 0 for block in blocks]
         layers = [parts(norm, block) for norm, block in zip(norms, blocks, strict=True)]
+        assert all(weight is None or weight.numel() for layer in layers for weight in layer), "packed before, elsewhere"
         self.sizes = [packed_size(weight) for weight in paired(layers[0])]
         self.register_buffer("weights", huge_block(len(layers) * sum(self.sizes), mlp.down.weight.dtype))
         for layer, place in zip(layers, self.weights.view(len(layers), -1), strict=True):
@@ -149,14 +151,14 @@ class PackedLayers(nn.Module):
             free(*layer)
 
     def allocate_cache(self, batch: int, slots: int) -> None:
-        """(n_layer, 2, ...): keys and values."""
+        """(n_layer, 2, B, Hkv, S, Hd): keys and values, those of one head in the orders that stand at the top."""
         assert slots % CHUNK == 0, f"{slots} slots, in chunks of {CHUNK}"
         _, n_kv_head, head_dim, _ = self.shape
-        size = batch * n_kv_head * slots * head_dim
-        caches = huge_block(len(self.windows) * 2 * size, self.weights.dtype).view(-1, 2, size)
+        shape = (len(self.windows), 2, batch, n_kv_head, slots, head_dim)
+        caches = huge_block(math.prod(shape), self.weights.dtype).view(shape)
         self.register_buffer("caches", caches, persistent=False)
 
-    def run(self, x: Tensor, normed: Tensor | None, positions: Tensor, cos_sin: Tensor, taps: tuple[int, ...]):
+    def run(self, x: Tensor, normed: Tensor | None, positions: Tensor, cos_sin: Tensor, taps: Sequence[int]):
         inputs = (x.contiguous(), normed, positions.contiguous(), cos_sin.contiguous(), self.weights, self.sizes)
         return torch.ops.eagle_fast.layers(*inputs, self.caches, self.windows, self.shape, self.eps, taps)
 
@@ -186,10 +188,15 @@ class PackedBlock(PackedLayers):
 def parts(norm: RMSNorm | None, block: Block) -> list[nn.Parameter | None]:
     """A layer's weights in the operator's order."""
     attention, mlp = block.attention, block.mlp
-    weights = [norm, attention.qkv, None, attention.q_norm, attention.k_norm, attention.out, None]
-    weights = [None if part is None else part.weight for part in [*weights, block.mlp_norm, mlp.gate_up, mlp.down]]
-    weights[2], weights[6] = attention.qkv.bias, attention.out.bias
-    return weights
+    return [
+        weight_of(norm), attention.qkv.weight, attention.qkv.bias, weight_of(attention.q_norm),
+        weight_of(attention.k_norm), attention.out.weight, attention.out.bias, block.mlp_norm.weight,
+        mlp.gate_up.weight, mlp.down.weight,
+    ]  # fmt: skip
+
+
+def weight_of(norm: RMSNorm | None) -> nn.Parameter | None:
+    return None if norm is None else norm.weight
 
 
 def per_word(dtype: torch.dtype) -> int:
@@ -200,7 +207,8 @@ def per_word(dtype: torch.dtype) -> int:
 
 
 def install(*models: nn.Module) -> None:
-    """Rewrites models, which may share modules, in place; frees the weights it packed. Before `allocate`.
+    """Rewrites models, which may share modules and embeddings' and heads' weights, in place; frees what it packed.
+    Before `allocate`.
 
     What the operators do not do stays as it is: float16, inputs of no whole number of words, heads that are no multiple
     of 32 wide. Raises OSError or subprocess.CalledProcessError as load_library does, and then has changed nothing."""
@@ -261,7 +269,7 @@ def pack_once(weight: nn.Parameter, packed: dict[Tensor, Tensor]) -> Tensor:
 
 
 def paired(layer: list[Tensor | None]) -> list[Tensor | None]:
-    """The parts of a layer, gate_up's (2 I, in) rows in turns: 16 gates, then 16 of up, of the last ones zeros."""
+    """The parts of a layer, gate_up's (2 I, in) rows in turns: 16 gates and their 16 of up, filled up with zeros."""
     *before, gate_up, down = layer
     halves = gate_up.unflatten(0, (2, -1))
     halves = nn.functional.pad(halves, (0, 0, 0, -halves.size(1) % 16)).unflatten(1, (-1, 16))

@@ -165,18 +165,15 @@ def build_steps(target: Transformer, draft: nn.Module | None, state: State, comp
 
 
 def compile_call(call: Callable, is_cuda: bool) -> Callable:
-    """`call` as one graph. It is for one set of modules and shapes: nothing is checked when it runs."""
+    """`call` as one graph."""
     options = {
         # torch 2.13 and 2.14 free a torch.cat's memory while a piece of it lives on in place. The third drafted token
         # came out wrong then, and the text stayed right (the tests compare proposals).
         "inplace_buffers": False,
         # One graph replay a call, of kernels that were timed against each other for these few rows.
         **({"triton.cudagraphs": True, "max_autotune": True, "coordinate_descent_tuning": True} if is_cuda else {}),
-        # What torch checks before each run and between operators costs a small model a tenth of its step.
-        "size_asserts": False,
-        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
     }
-    # torch keeps what it compiled by code object, and without checks it would take another pair's for ours.
+    # torch keeps what it compiled by code object, and no more than a few for one: other pairs and K have their own.
     call.__code__ = call.__code__.replace()
     return torch.compile(call, fullgraph=True, dynamic=False, options=options)
 

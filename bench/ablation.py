@@ -6,6 +6,7 @@ All variants are loaded and compiled first, then take turns behind the first pro
 of generate.py: nobody needs the slower ways, so they are put in from outside.
 """
 
+import mmap
 import sys
 import time
 from collections.abc import Callable
@@ -13,8 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from unittest.mock import patch
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import cpu_kernels
 import generate
@@ -28,13 +28,8 @@ from speculators_config import ConfigError
 TURNS, STEPS = 7, 20
 COLUMNS = (
     "left out {name} | plain step, ms {plain:.2f} | times {plain_ratio:.2f} | round, ms {round:.2f} | "
-    "times {round_ratio:.2f} | compiled in, s {compile_seconds:.0f}"
+    "times {round_ratio:.2f}"
 )
-
-
-def small_pages(count: int, dtype: torch.dtype) -> Tensor:
-    """In place of cpu_kernels.huge_block."""
-    return torch.zeros(count, dtype=dtype)
 
 
 def keeping(kinds: tuple[type[nn.Module], ...]) -> Callable:
@@ -43,28 +38,23 @@ def keeping(kinds: tuple[type[nn.Module], ...]) -> Callable:
     return lambda module, *packing: module if isinstance(module, kinds) else replace(module, *packing)
 
 
-def with_checks(call: Callable, options: dict, **rest) -> Callable:
-    """In place of torch.compile: the checks that we switch off stay on."""
-    kept = {name: value for name, value in options.items() if name not in ("size_asserts", "guard_filter_fn")}
-    return torch_compile(call, options=kept, **rest)
-
-
-torch_compile = torch.compile
+NO_HUGE_PAGES = getattr(mmap, "MADV_NOHUGEPAGE", 0)
 LEFT_OUT: dict[str, Callable[[], AbstractContextManager]] = {
     "nothing": nullcontext,
-    "huge pages": lambda: patch.object(cpu_kernels, "huge_block", small_pages),
+    "huge pages": lambda: patch.object(mmap, "MADV_HUGEPAGE", NO_HUGE_PAGES, create=True),
     "one operator for all layers": lambda: patch.object(cpu_kernels, "replacement", keeping((Stack,))),
     "layers as operators": lambda: patch.object(cpu_kernels, "replacement", keeping((Stack, Block))),
-    "dropping torch's checks": lambda: patch.object(torch, "compile", with_checks),
     "our operators": lambda: patch.object(cpu_kernels, "install", lambda *models: None),
 }
 
 
-def make(plan: generate.Plan, left_out: str) -> tuple[Decoder, float]:
-    """A decoder without `left_out`, and the seconds that compiling it took."""
+def make(plan: generate.Plan, left_out: str) -> Decoder:
+    """A decoder without `left_out`, compiled."""
+    generate.say(f"without {left_out} ...")
     with LEFT_OUT[left_out]():
         decoder = generate.make_decoder(plan, *generate.load_models(plan))
-        return decoder, generate.compile_steps(decoder, plain_too=True)
+        generate.compile_steps(decoder, plain_too=True)
+    return decoder
 
 
 def milliseconds(decoder: Decoder, prompt: list[int], plain: bool) -> float:
@@ -81,21 +71,18 @@ def milliseconds(decoder: Decoder, prompt: list[int], plain: bool) -> float:
 def measure(plan: generate.Plan) -> list[dict]:
     """One record a variant, the first with everything in."""
     prompt = plan.questions[0].prompts(plan.dialogue())[0]
-    made = {}
-    for name in LEFT_OUT:
-        generate.say(f"without {name} ...")
-        made[name] = make(plan, name)
+    made = {name: make(plan, name) for name in LEFT_OUT}
     taken = {name: {"plain": [], "round": []} for name in made}
     for _ in range(TURNS):
-        for name, (decoder, _) in made.items():
+        for name, decoder in made.items():
             for kind, values in taken[name].items():
                 values.append(milliseconds(decoder, prompt, plain=kind == "plain"))
     records = []
-    for name, (_, seconds) in made.items():
-        record = {kind: median(values) for kind, values in taken[name].items()}
+    for name, times in taken.items():
+        record = {kind: median(values) for kind, values in times.items()}
         first = records[0] if records else record
         ratios = {f"{kind}_ratio": record[kind] / first[kind] for kind in ("plain", "round")}
-        records.append(record | ratios | {"name": name, "compile_seconds": seconds})
+        records.append(record | ratios | {"name": name})
     return records
 
 
@@ -103,8 +90,15 @@ def main(argv: list[str]) -> int:
     """Returns the exit code, as generate.main does."""
     try:
         args = options.parse_args(argv)
-        if not args.speculator or not args.compile or generate.choose_device(args.device).type != "cpu":
-            raise ConfigError("bench.ablation: compares compiled rounds on a CPU; give --speculator and --device cpu")
+        alien = [f"--{name}" for name in ("interactive", "baseline", "json", "trace") if getattr(args, name)]
+        if alien:
+            raise ConfigError(f"{', '.join(alien)}: not here, where the output is always the same; drop it")
+        if not args.compile:
+            raise ConfigError("--no_compile: what is left out here is of compiled runs; drop it")
+        if args.speculator is None or args.num_speculative_tokens == 0:
+            raise ConfigError("--speculator: missing, and rounds are measured; give one, and K of at least 1")
+        if generate.choose_device(args.device).type != "cpu":
+            raise ConfigError("--device: what is left out here is of runs on the CPU; give cpu")
         if not (args.prompt or args.prompts or args.prompt_ids):
             args.prompt = list(QUESTIONS[:1])
         plan = generate.make_plan(args)
@@ -114,6 +108,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         generate.say("error: " + " ".join(str(error).split()))
         return 2
+    except KeyboardInterrupt:
+        generate.say("\ninterrupted")
+        return 130
     return 0
 
 

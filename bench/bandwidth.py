@@ -6,12 +6,12 @@ logits and activations stay in the processor's caches: they count nothing.
 """
 
 import mmap
+import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor, nn
@@ -72,31 +72,61 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1536, repe
     return 2 * size**3 / best_seconds(lambda: a @ b, device, repeats)
 
 
-def read_bandwidth(device: torch.device, size: int | None = None, repeats: int = 5) -> dict[str, float]:
+def read_bandwidth(device: torch.device, size: int | None = None, repeats: int = 40) -> dict[str, float]:
     """Measured bytes per second, by kind of memory; the best of `repeats`, after one to warm up.
 
     On the CPU all of torch's threads look for the maximum of `size` bytes (default 512 MB), which is as fast as reading
-    gets there; elsewhere one large copy (default 2 GB), of which each byte is read and written."""
+    gets there; elsewhere one large copy, of which each byte is read and written."""
+    return rates_of(readers(device, size or 512 << 20), device, repeats)
+
+
+def readers(device: torch.device, size: int) -> dict[str, tuple[int, Callable[[], Tensor]]]:
+    """By kind of memory: the bytes that a call moves, and the call."""
     if device.type == "cpu":
-        size = size or 512 << 20
         kinds = {"4 KB pages": False} | ({"huge pages": True} if hasattr(mmap, "MADV_HUGEPAGE") else {})
-        return {kind: size / best_seconds(pages(size, huge).max, device, repeats) for kind, huge in kinds.items()}
-    source = torch.ones((size or 2 << 30) // 8, dtype=torch.int64, device=device)
+        return {kind: (size, pages(size, huge).max) for kind, huge in kinds.items()}
+    source = torch.ones(size // 8, dtype=torch.int64, device=device)
     copy = torch.empty_like(source)
-    return {"copy": 2 * source.nbytes / best_seconds(lambda: copy.copy_(source), device, repeats)}
+    return {"copy": (2 * source.nbytes, lambda: copy.copy_(source))}
+
+
+def rates_of(
+    calls: dict[str, tuple[int, Callable[[], Tensor]]], device: torch.device, repeats: int
+) -> dict[str, float]:
+    return {kind: size / best_seconds(call, device, repeats) for kind, (size, call) in calls.items()}
 
 
 @contextmanager
-def bandwidth_meter(*args) -> Iterator[Callable[[], dict[str, float]]]:
-    """A call that measures read_bandwidth(*args), again and again, in a process of its own that lasts as long as the
-    context: its buffers never were this process's memory."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield lambda: pool.submit(read_bandwidth, *args).result()
+def bandwidth_meter(device: torch.device, size: int = 512 << 20, repeats: int = 5) -> Iterator[Callable[[], dict]]:
+    """A call that measures as read_bandwidth does, again and again, in a process of its own that lasts as long as the
+    context: its memory never was this process's, and is written only once."""
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_rates, args=(theirs, device, size, repeats), daemon=True)
+    process.start()
+
+    def probe() -> dict[str, float]:
+        ours.send(None)
+        return ours.recv()
+
+    try:
+        yield probe
+    finally:
+        process.kill()
+        process.join()
 
 
-@cache
+def serve_rates(pipe: Connection, device: torch.device, size: int, repeats: int) -> None:
+    """The meter's process: answers until it is killed. Ctrl-C is its parent's to report."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    calls = readers(device, size)
+    while True:
+        pipe.recv()
+        pipe.send(rates_of(calls, device, repeats))
+
+
 def pages(size: int, huge: bool) -> Tensor:
-    """(size / 8,) int64 in memory of its own, kept, and written once: unwritten pages are all one page of zeros."""
+    """(size / 8,) int64 in memory of its own, written once: unwritten pages are all one page of zeros."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them

@@ -95,6 +95,7 @@ class Arm:
     K: int
     session: generate.Session
     repeats: list[list[Answer]] = field(default_factory=list)  # each: one answer per question
+    rates: list[float] = field(default_factory=list)  # what the memory gave meanwhile, bytes per second: each answer's
 
     @property
     def name(self) -> str:
@@ -108,12 +109,21 @@ class Arm:
         self.session.decode(prompt, answer, lambda text: None, plain=self.K == 0)
         return answer
 
+    def passes(self, answer: Answer) -> int:
+        return len(answer.rounds) if self.K else len(answer.token_ids) - 1
+
+    def share_of_ceiling(self, pass_bytes: float) -> float:
+        """The median over all answers of the bytes that they read a second to those that the memory gave meanwhile."""
+        answers = [answer for repeat in self.repeats for answer in repeat]
+        read = [pass_bytes * ratio(self.passes(answer), answer.decode_seconds) for answer in answers]
+        return median(ours / gave for ours, gave in zip(read, self.rates, strict=True))
+
     def numbers(self) -> dict:
         """Acceptance, and medians over the repeats."""
         speeds, passes, prefills, first = [], [], [], []
         for answers in self.repeats:
             speeds.append(totals(answers, self.K)["tokens_per_second"])
-            done = sum(len(answer.rounds) if self.K else len(answer.token_ids) - 1 for answer in answers)
+            done = sum(map(self.passes, answers))
             passes.append(1e3 * ratio(sum(answer.decode_seconds for answer in answers), done))
             seconds = [answer.prefill_seconds for answer in answers]
             prefills.append(sum(answer.prompt_tokens for answer in answers) / sum(seconds))
@@ -148,23 +158,24 @@ def make_arms(plan: generate.Plan, models: list[nn.Module], Ks: tuple[int, ...])
 
 
 def ask(arms: list[Arm], prompts: list[list[int]], repeats: int, probe: Callable[[], dict]) -> list[dict[str, float]]:
-    """Fills the arms' repeats; each question is put to all arms before the next. Returns what `probe` gave before each
-    question: what the memory gives changes with what else the machine does."""
-    rates = []
+    """Fills the arms' repeats and rates; each question is put to all arms before the next. Returns what `probe` gave
+    between the answers: what the memory gives changes within seconds, with what else the machine does."""
     for arm in arms:
         arm.answer(prompts[0])  # unmeasured: what is slow only the first time
     done, total = 0, repeats * len(prompts) * len(arms)
+    gave = [probe()]
     for _ in range(repeats):
         for arm in arms:
             arm.repeats.append([])
         for prompt in prompts:
-            rates.append(probe())
             for arm in arms:
                 show_progress(done, total, arm.name)
                 arm.repeats[-1].append(arm.answer(prompt))
+                gave.append(probe())
+                arm.rates.append((max(gave[-2].values()) + max(gave[-1].values())) / 2)
                 done += 1
     show_progress(done, total, "")
-    return rates
+    return gave
 
 
 def show_progress(done: int, total: int, name: str) -> None:
@@ -261,8 +272,8 @@ def measure(plan: generate.Plan) -> dict:
     memory["compiled"] = peak_memory(device.type) - base
     prompts = [question.prompts(plan.dialogue())[0] for question in plan.questions]
     with bandwidth_meter(device) as probe:
-        probes = ask(arms, prompts, args.repeats, probe)
-    rates = {kind: median(rate[kind] for rate in probes) for kind in probes[0]}
+        gave = ask(arms, prompts, args.repeats, probe)
+    rates = {kind: median(rate[kind] for rate in gave) for kind in gave[0]}
     memory |= {"peak": peak_memory(device.type) - base, "weights": held_bytes(*models)}
     memory |= {"caches": held_bytes(*models, caches=True)}
     plain = arms[0].repeats[0]
@@ -274,6 +285,7 @@ def measure(plan: generate.Plan) -> dict:
         record["milliseconds"] |= time_parts(arm, models, behind)
         parts = pass_bytes(models[0], models[-1], arm.K, context)
         record["megabytes"] = {part: size / 1e6 for part, size in parts.items()}
+        record["share_of_ceiling"] = arm.share_of_ceiling(sum(parts.values()))
         pairs = zip(arm.repeats[0], plain, strict=True)
         record["differing_answers"] = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
     prefill = time_prefill(arms[0], models)
@@ -295,7 +307,6 @@ def compare(record: dict, plain: dict, bandwidth: float) -> None:
     record["megabytes"]["sum"] = read = sum(record["megabytes"].values())
     record["tokens_per_pass"] = record["acceptance_length"] or 1.0
     record["ceiling_tokens_per_second"] = record["tokens_per_pass"] * bandwidth / (1e6 * read)
-    record["share_of_ceiling"] = record["tokens_per_second"] / record["ceiling_tokens_per_second"]
     record["speedup"] = ratio(record["tokens_per_second"], plain["tokens_per_second"])
     times = record["milliseconds"]
     times["host"] = times["pass"] - times.pop("whole")
@@ -332,7 +343,7 @@ def report(run: dict) -> str:
         f"{run['target']}, {run['dtype']} on {run['device']}, {'compiled' if run['compiled'] else 'eager'}, "
         f"torch {run['torch']}, {run['threads']} threads; {run['questions']} questions x {run['repeats']}, "
         f"{run['max_new_tokens']} new tokens, {'greedy' if greedy else 'sampled'}",
-        f"\nbetween the questions the memory gave, GB/s: {rates}\n"
+        f"\nbetween the answers the memory gave, GB/s: {rates}\n"
         f"MB read in a pass, at {run['context']:.0f} tokens of context (the mean):",
         table(LIMITS, arms),
         "",
@@ -343,7 +354,8 @@ def report(run: dict) -> str:
         "a prompt of {tokens} tokens: {tokens_per_second:.0f} tok/s, {share_of_matrix_rate:.0%} of the rate of torch's "
         "matrix products".format_map(run["prefill"]),
         f"loaded in {run['load_seconds']:.1f} s, compiled in {run['compile_seconds']:.1f} s",
-        f"\nMedians of {run['repeats']}. A pass: draft and verify called apart, the rest of the call, the host's part",
+        f"\nMedians of {run['repeats']}. A pass: draft and verify called apart, the rest of the call, the host's part; "
+        "share of ceiling: by what the memory gave before and after each answer",
         table(MEASURED, arms),
     ))  # fmt: skip
 

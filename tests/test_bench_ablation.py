@@ -1,5 +1,7 @@
 """The ablation: each variant lacks what it says, and only while it is made. Never what that costs."""
 
+import mmap
+
 import pytest
 import torch
 from conftest import FIXTURES
@@ -26,21 +28,25 @@ def kinds(left_out):
 
 def test_each_variant_lacks_what_it_says():
     assert kinds("nothing") == {"PackedStack", "PackedLinear", "PackedNorm"}  # the head, and the norm before it
-    assert kinds("huge pages") == kinds("dropping torch's checks") == kinds("nothing")
     assert kinds("one operator for all layers") == {"PackedBlock", "PackedLinear", "PackedNorm"}
     assert kinds("layers as operators") == {"PackedLinear", "PackedNorm"}
     assert kinds("our operators") == set()
     assert kinds("nothing") == {"PackedStack", "PackedLinear", "PackedNorm"}  # nothing stays in its place
 
 
-def test_torchs_checks_stay_on_where_dropping_them_is_left_out(monkeypatch):
-    asked = {}
-    monkeypatch.setattr(ablation, "torch_compile", lambda call, **how: asked.update(how))
-    with ablation.LEFT_OUT["dropping torch's checks"]():
-        torch.compile(
-            None, options={"size_asserts": False, "guard_filter_fn": None, "max_autotune": True}, dynamic=False
-        )
-    assert asked == {"options": {"max_autotune": True}, "dynamic": False}
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without huge pages")
+def test_small_pages_are_asked_for_where_huge_ones_are_left_out(monkeypatch):
+    asked = []
+
+    class Block(mmap.mmap):
+        def madvise(self, advice):
+            asked.append(advice)
+
+    monkeypatch.setattr(mmap, "mmap", Block)
+    for name in ("nothing", "huge pages", "nothing"):
+        with ablation.LEFT_OUT[name]():
+            assert not cpu_kernels.huge_block(8, torch.float32).any()
+    assert asked == [mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE]
 
 
 def test_the_table_compares_with_everything_in(monkeypatch, capsys):
@@ -66,10 +72,15 @@ def eagerly(make_plan):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--no_compile"], "bench.ablation: compares compiled rounds on a CPU; give --speculator and --device cpu"),
+        (["--no_compile"], "--no_compile: what is left out here is of compiled runs; drop it"),
+        (
+            ["--num_speculative_tokens", "0"],
+            "--speculator: missing, and rounds are measured; give one, and K of at least 1",
+        ),
+        (["--json"], "--json: not here, where the output is always the same; drop it"),
         (["--device", "cpu", "--max_new_tokens", "9"], "--max_new_tokens: 20 rounds may make 80; give as many"),
     ],
-    ids=["eager", "short"],
+    ids=["eager", "plain", "json", "short"],
 )
 def test_what_is_refused(capsys, argv, message):
     assert ablation.main([*TRAINED, "--prompt_ids", "1,2,3", *argv]) == 2

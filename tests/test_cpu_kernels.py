@@ -144,6 +144,24 @@ def test_the_number_of_threads_changes_no_bit(threads):
         assert all(map(torch.equal, answers(count), one))
 
 
+def test_threads_that_work_in_step_change_no_bit_of_a_stack(threads):
+    """Every kind of part, two sequences, several times: a missing barrier shows only now and then."""
+    settings = config(n_layer=3, windows=(None, 70, None), qkv_bias=True, o_bias=True, qk_norm=True)
+    model = fill(Transformer(settings, (0, 2, 3), tied=True), torch.bfloat16)
+    cpu_kernels.install(model)
+    pieces = [(torch.randint(100, (2, rows)), start) for rows, start in ((100, 0), (5, 100), (1, 105), (9, 106))]
+
+    def answers(count: int) -> list[torch.Tensor]:
+        threads(count)
+        model.allocate(2, SLOTS)
+        states = [model(tokens, (start + torch.arange(tokens.size(1))).expand(2, -1)) for tokens, start in pieces]
+        return [tensor for x, aux in states for tensor in (x, aux, model.logits(x))]
+
+    one = answers(1)
+    for count in (2, 3, 5) * 4:
+        assert all(map(torch.equal, answers(count), one))
+
+
 @pytest.mark.parametrize("taps", [(), (0, 2), (1, 3)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_stack_is_pytorchs_with_the_states_between_its_layers(dtype, taps):
@@ -197,7 +215,7 @@ def test_a_tied_embedding_reads_the_packed_head_and_the_weights_are_kept_once():
 
 
 def test_the_caches_are_one_tensor_with_a_storage_of_its_own():
-    """Else torch.compile copies all of them in and out at every call."""
+    """Else torch.compile copies them in and out at every call."""
     model = fill(Transformer(config(), tied=True), torch.bfloat16)
     cpu_kernels.install(model)
     model.allocate(1, SLOTS)
