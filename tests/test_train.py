@@ -323,3 +323,14 @@ def test_a_draft_can_begin_with_anothers_weights(small, tmp_path, capsys):
     capsys.readouterr()
     assert run(tmp_path, *data, "--out", tmp_path / "other", "--layers", 2) == 2
     assert "--init: " in capsys.readouterr().err
+
+
+def test_the_curves_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from train import curves
+
+    (tmp_path / "run").mkdir()
+    entries = [{"tokens": n, "loss": 3 / n, "acceptance_length": 1 + n / 10} for n in (1, 2)]
+    (tmp_path / "run/log.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    curves.draw(str(tmp_path / "a.png"), str(tmp_path / "run"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -5,7 +5,6 @@ anew. There is no prefill: a template's tokens are fed one at a time, as if the 
 """
 
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.run import show_progress
+from generate import say
 from model import Transformer
 from speculators_config import ConfigError
 from tokenizer import Tokenizer
@@ -158,15 +159,7 @@ def generate(folder: Path, shards: int, rows: int, written: Iterator[Row]) -> No
             row = next(written)
             ids.append(row.ids)
             kinds.append(row.kinds)
-            show("generate", i * rows + len(ids), shards * rows, "conversations")
+            show_progress(i * rows + len(ids), shards * rows, "conversations written")
         tensors = {"ids": torch.tensor(ids, dtype=torch.int32), "kinds": torch.tensor(kinds, dtype=torch.uint8)}
         write(shard(folder, "text", i), tensors)
-        rate = tensors["ids"].numel() / (time.perf_counter() - began)
-        show("generate", (i + 1) * rows, shards * rows, f"conversations, {rate:.0f} tok/s")
-
-
-def show(stage: str, done: int, total: int, what: str) -> None:
-    """A progress bar on stderr, if that is a terminal."""
-    if sys.stderr.isatty():
-        bar = f"{stage} [{'#' * (30 * done // total):.<30}] {done}/{total} {what}"
-        print(f"\r\x1b[K{bar}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        say(f"text {i + 1} of {shards}: {tensors['ids'].numel() / (time.perf_counter() - began):.0f} tok/s")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import generate as command
+from bench.run import show_progress
 from convert_hf_checkpoint import fetch_weights, open_checkpoint
 from cpu_kernels import freed_memory_given_back
 from eagle3 import Eagle3
@@ -231,8 +232,8 @@ def train(args: argparse.Namespace, draft: Eagle3, teacher: Teacher, run: Path) 
         optimizer.zero_grad()
         losses.append(loss.item() / sum(args.decay**step for step in range(unrolled)))
         state["done"] += 1
-        conversations.show("train", state["done"], state["total"], f"steps, loss {fmean(losses[-50:]):.3f}")
-        if state["done"] % max(1, state["total"] // 20) == 0 or state["done"] == state["total"]:
+        show_progress(state["done"], state["total"], f"steps, loss {fmean(losses[-50:]):.3f}")
+        if state["done"] % max(1, state["total"] // 8) == 0 or state["done"] == state["total"]:
             state["seconds"] = time.perf_counter() - began
             numbers = validate(draft, held_out, K, args.rows) | {"loss": fmean(losses), "unrolled": unrolled}
             numbers |= {"tokens": state["done"] * args.rows * args.length, "hours": state["seconds"] / 3600}

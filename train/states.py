@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from bench.run import show_progress
+from generate import say
 from model import Transformer
-from train.conversations import show
 from train.shards import count, shard, write
 
 
@@ -23,8 +24,7 @@ def extract(target: Transformer, folder: Path, batch: int) -> None:
         for j in range(0, len(ids), batch):
             x, aux = target(ids[j : j + batch].to(positions.device), positions)
             parts.append((aux.cpu(), x.cpu()))
-            show("extract", i * len(ids) + j, shards * len(ids), "conversations")
+            show_progress(i * len(ids) + j, shards * len(ids), "conversations read")
         aux, last = (torch.cat(part) for part in zip(*parts, strict=True))
         write(shard(folder, "states", i), {"aux": aux, "last": last})
-        rate = ids.numel() / (time.perf_counter() - began)
-        show("extract", (i + 1) * len(ids), shards * len(ids), f"conversations, {rate:.0f} tok/s")
+        say(f"states {i + 1} of {shards}: {ids.numel() / (time.perf_counter() - began):.0f} tok/s")
