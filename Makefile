@@ -9,7 +9,7 @@ TARGET := demo/SmolLM2-135M-Instruct
 .PHONY: help demo bench test test-real lint
 
 help:
-	@echo "make demo       run a small EAGLE-3 speculator on the CPU or GPU, next to plain decoding"
+	@echo "make demo       run a small EAGLE-3 speculator next to plain decoding"
 	@echo "make bench      how fast that is, and how near to what this machine's memory allows"
 	@echo "make test       the tests that need nothing but this folder"
 	@echo "make test-real  the tests on the demo's real pair of models"

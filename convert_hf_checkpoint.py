@@ -336,7 +336,13 @@ def eagle3_names(
     width, n = config.target_hidden_size, len(config.aux_layer_ids)
     if "fc.weight" in stored and stored["fc.weight"].shape[-1] != n * width:
         wrong = f"{n} layers of {width} do not make the {stored['fc.weight'].shape[-1]} columns of fc.weight"
-        raise ConfigError(f"{path}: eagle_aux_hidden_state_layer_ids: {wrong}; give --aux_layer_ids")
+        field = f"{path}: eagle_aux_hidden_state_layer_ids"
+        where, fix = (
+            (config.aux_source, "give others")
+            if config.aux_source.startswith("--")
+            else (field, "give --aux_layer_ids")
+        )
+        raise ConfigError(f"{where}: {wrong}; {fix}")
     names = {
         "fc.weight": ("fc.weight",),
         "norm.weight": ("norm.weight",),

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from model import Block, RMSNorm, Stack
 
+DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 32  # outputs, or slots, that lie side by side
 CHUNK = 64  # slots: what attention takes at a time
 MAX_HEAD_DIM = 256
@@ -84,6 +85,8 @@ def build() -> Path:
 
 def reason(error: Exception) -> str:
     """One line of what `install` raised."""
+    if isinstance(error, FileNotFoundError):
+        return f"{error.filename}: is not installed; install it"
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     said = error.stderr.decode(errors="replace").splitlines()
@@ -231,8 +234,7 @@ def install(*models: nn.Module) -> None:
 
 
 def fits(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    return weight.dtype in (torch.float32, torch.bfloat16) and weight.size(1) % per_word(weight.dtype) == 0
+    return linear.weight.dtype in DTYPES and linear.in_features % per_word(linear.weight.dtype) == 0
 
 
 def replacement(module: nn.Module, packable: set[Tensor], packed: dict[Tensor, Tensor]) -> nn.Module:
@@ -240,7 +242,7 @@ def replacement(module: nn.Module, packable: set[Tensor], packed: dict[Tensor, T
     packed: what became of those that were."""
     if isinstance(module, nn.Linear) and module.weight in packable:
         return PackedLinear(pack_once(module.weight, packed), module.bias, module.out_features)
-    if isinstance(module, RMSNorm):
+    if isinstance(module, RMSNorm) and module.weight.dtype in DTYPES:
         return PackedNorm(module)
     if isinstance(module, nn.Embedding) and module.weight in packable:
         return PackedEmbedding(pack_once(module.weight, packed), module.num_embeddings)

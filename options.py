@@ -40,9 +40,11 @@ def id_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"'{shown}' is not a list of ids like 1,2,3") from None
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def parse_args(
+    argv: list[str], prog: str = "generate.py", description: str = "Runs a speculators checkpoint on prompts."
+) -> argparse.Namespace:
     """Options are spelled with underscores; dashes are accepted as well. Raises ConfigError."""
-    parser = Parser(prog="generate.py", allow_abbrev=False, description="Runs a speculators checkpoint on prompts.")
+    parser = Parser(prog=prog, allow_abbrev=False, description=description)
     for add in (add_model_options, add_prompt_options, add_sampling_options, add_run_options):
         add(parser)
     args = parser.parse_args([underscored(arg) for arg in argv])

@@ -32,6 +32,8 @@ def read_prompt_file(path: Path) -> list[Question]:
         raise ConfigError(f"--prompts: {path}: '{path.suffix}' is no kind of prompt file; give .txt or .jsonl")
     try:
         text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"--prompts: {path}: there is no such file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts: {path}: not readable ({error}); give a UTF-8 text file") from None
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]

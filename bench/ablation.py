@@ -89,7 +89,7 @@ def measure(plan: generate.Plan) -> list[dict]:
 def main(argv: list[str]) -> int:
     """Returns the exit code, as generate.main does."""
     try:
-        args = options.parse_args(argv)
+        args = options.parse_args(argv, "python -m bench.ablation", "Measures what each part of the CPU path buys.")
         alien = [f"--{name}" for name in ("interactive", "baseline", "json", "trace") if getattr(args, name)]
         if alien:
             raise ConfigError(f"{', '.join(alien)}: not here, where the output is always the same; drop it")
@@ -103,7 +103,9 @@ def main(argv: list[str]) -> int:
             args.prompt = list(QUESTIONS[:1])
         plan = generate.make_plan(args)
         if (tokens := STEPS * (plan.K + 1)) > args.max_new_tokens:
-            raise ConfigError(f"--max_new_tokens: {STEPS} rounds may make {tokens}; give as many")
+            raise ConfigError(
+                f"--max_new_tokens: {args.max_new_tokens}: the {STEPS} timed rounds need {tokens}; raise it"
+            )
         print(table(COLUMNS, measure(plan)))
     except ConfigError as error:
         generate.say("error: " + " ".join(str(error).split()))

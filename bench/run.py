@@ -348,7 +348,7 @@ def report(run: dict) -> str:
         table(LIMITS, arms),
         "",
         *(f"{arm['arm']}: {describe(arm)}" for arm in arms),
-        *differing,
+        *(differing or ["every answer is plain decoding's, token for token"] * (greedy and len(arms) > 1)),
         "memory besides import torch: peak {peak:.0f} MB (loading {loaded:.0f}, compiling {compiled:.0f}); weights "
         "{weights:.0f}, caches {caches:.0f}; peak = {share:.2f} x weights + caches".format(share=share, **memory),
         "a prompt of {tokens} tokens: {tokens_per_second:.0f} tok/s, {share_of_matrix_rate:.0%} of the rate of torch's "

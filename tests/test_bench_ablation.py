@@ -78,7 +78,7 @@ def eagerly(make_plan):
             "--speculator: missing, and rounds are measured; give one, and K of at least 1",
         ),
         (["--json"], "--json: not here, where the output is always the same; drop it"),
-        (["--device", "cpu", "--max_new_tokens", "9"], "--max_new_tokens: 20 rounds may make 80; give as many"),
+        (["--device", "cpu", "--max_new_tokens", "9"], "--max_new_tokens: 9: the 20 timed rounds need 80; raise it"),
     ],
     ids=["eager", "plain", "json", "short"],
 )

@@ -197,6 +197,7 @@ def test_the_report_says_first_what_limits_and_last_the_share(record):
     assert "MB read in a pass, at 6 tokens of context" in out
     assert f"loaded in {numbers['load_seconds']:.1f} s, compiled in {numbers['compile_seconds']:.1f} s" in out
     assert "answers differ" not in out
+    assert "every answer is plain decoding's, token for token" in out
     assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| K")] == ["K = 3", "K = 3"]
     numbers["arms"][1]["differing_answers"] = 2
     assert "K = 3: 2 of 2 answers differ from plain decoding's (a bug, unless an exact tie)" in run.report(numbers)
@@ -244,7 +245,7 @@ def test_it_asks_its_own_questions_unless_told_what():
         (["--plot", "a.pdf"], "--plot: a.pdf: is no .png file; give FILE.png"),
         (["--plot", "nowhere/a.png"], "--plot: nowhere/a.png: its folder does not exist; make it first"),
         (["--limit", "2"], "--limit, --first_turns: choose from a file; give --prompts"),
-        (["--prompts", "absent.txt"], "--prompts: absent.txt: not readable"),
+        (["--prompts", "absent.txt"], "--prompts: absent.txt: there is no such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

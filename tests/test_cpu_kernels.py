@@ -11,7 +11,7 @@ from torch import nn
 
 import cpu_kernels
 import generate
-from model import Block, Positions, Transformer, allocate_caches
+from model import Block, Positions, RMSNorm, Transformer, allocate_caches
 from speculators_config import DecoderConfig, Rope
 
 SLOTS = 640
@@ -234,11 +234,12 @@ def test_modules_that_two_models_share_stay_shared():
 
 
 def test_what_does_not_fit_stays_plain_pytorch():
-    half = fill(nn.Sequential(nn.Linear(4, 4)), torch.float16)
+    half = fill(nn.Sequential(nn.Linear(4, 4), RMSNorm(4, 1e-5)), torch.float16)
     odd = fill(nn.Sequential(nn.Linear(5, 4)), torch.bfloat16)
     heads = fill(nn.Sequential(Block(config(head_dim=16), None, 48)), torch.float32)
     cpu_kernels.install(half, odd, heads)
     assert [type(model[0]) for model in (half, odd, heads)] == [nn.Linear, nn.Linear, Block]
+    assert type(half[1]) is RMSNorm
 
 
 def script(path: Path, text: str) -> str:
@@ -252,7 +253,7 @@ def test_what_a_compiler_leaves_behind_is_all_or_nothing(monkeypatch, tmp_path):
     asked = 'case "$*" in *--help=target*|*-dumpfullversion*) exit 0;; esac;'
     failing = f'{asked} echo "x.cpp:1: error: too old" >&2; exit 1'
     for compiler, reason in (
-        ("no-such-compiler", "no-such-compiler"),
+        ("no-such-compiler", "no-such-compiler: is not installed; install it"),
         ("false", "false ended with exit code 1"),
         (script(tmp_path / "failing", failing), "error: too old"),
     ):

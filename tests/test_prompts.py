@@ -98,7 +98,7 @@ def test_a_line_that_is_no_prompt_is_named_by_its_number(line, tmp_path):
         ("prompts.txt", b" \n\r\n", "holds no prompts; give a file with at least one"),
         ("prompts.jsonl", b"", "holds no prompts; "),
         ("prompts.txt", b"caf\xe9", "not readable ('utf-8' codec can't decode byte 0xe9"),
-        ("prompts.jsonl", None, "not readable ([Errno 2] No such file or directory"),
+        ("prompts.jsonl", None, "there is no such file; check the path"),
     ],
 )
 def test_files_that_hold_no_prompts_are_refused(name, content, words, tmp_path):

@@ -283,7 +283,7 @@ def test_ten_conversations_are_learnt_by_heart(small, tmp_path, monkeypatch, cap
         (["--epochs", "one"], "--epochs: 'one' is not a list of ids like 1,2,3; see --help"),
         (["--tokens", 0], "--tokens: 0 is not at least 1; see --help"),
         (["--stage", "train"], "states-00001.safetensors: missing; run the stages generate and extract first"),
-        (["--prompts", "absent.txt"], "--prompts: absent.txt: not readable"),
+        (["--prompts", "absent.txt"], "--prompts: absent.txt: there is no such file"),
         (["--draft_vocab", 999], "draft_vocab_size: 999 is more than the 320 tokens it drafts from"),
         (["--aux_layer_ids", "5,2"], "eagle_aux_hidden_state_layer_ids: [5, 2] are not ascending layers"),
         (["--norm_before_fc", "true", "--fc_norm", "true"], "fc_norm: excludes norm_before_fc, and both are on"),
