@@ -64,7 +64,7 @@ def peer(monkeypatch):
         (["--speculator", "x", "--peers", "vllm,vlm"], "--peers: 'vlm' is none of llama.cpp, vllm, transformers"),
         (["--speculator", "x", "--rounds", "0"], "--rounds: 0 is not at least 1; see --help"),
         (["--speculator", "x", "--num_speculative_tokens", "0"], "--num_speculative_tokens: 0 is not at least 1"),
-        ([*OPTIONS, "--prompts", "none.txt"], "--prompts: none.txt: not readable"),
+        ([*OPTIONS, "--prompts", "none.txt"], "--prompts: none.txt: there is no such file"),
         (["--speculator", "none/such/folder"], "none/such/folder"),
     ],
 )

@@ -575,7 +575,7 @@ EARLY_DOORS = {  # answered before torch is imported, which takes seconds
     "negative id": (["--prompt_ids=-1,5"], r"--prompt_ids: prompt 2 has ids outside 0\.\.319"),
     "no such layers": (["--aux_layer_ids", "2,4,9"], r"\[2, 4, 9\] are not ascending layers between 0 and 8"),
     "prompt file of a strange kind": (["--prompts", "README"], r"README: .* give \.txt or \.jsonl"),
-    "no prompt file": (["--prompts", "no_such.txt"], r"no_such\.txt: not readable"),
+    "no prompt file": (["--prompts", "no_such.txt"], r"no_such\.txt: there is no such file"),
     "empty prompt": (["--prompt", " "], "--prompt: is empty; give a text"),
     "system message for ids": (["--system", "Be brief."], "--system: --prompt_ids are taken as they are; drop it"),
     "top_k past 32 bits": (["--top_k", str(2**31)], f"--top_k: {2**31} is not at least 1 and at most 2.*; see --help"),
