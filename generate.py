@@ -496,6 +496,19 @@ def run(plan: Plan, answers: list[Answer]) -> None:
         print(json.dumps(record), flush=True)
 
 
+def exit_code(work: Callable[[], None], interrupted: str = "interrupted") -> int:
+    """Runs a command of bench/ or train/; what the user can fix, and Ctrl-C, are one line."""
+    try:
+        work()
+    except ConfigError as error:
+        say("error: " + " ".join(str(error).split()))
+        return 2
+    except KeyboardInterrupt:
+        say(f"\n{interrupted}")
+        return 130
+    return 0
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     answers: list[Answer] = []

@@ -86,34 +86,29 @@ def measure(plan: generate.Plan) -> list[dict]:
     return records
 
 
+def run(argv: list[str]) -> None:
+    """Raises ConfigError."""
+    args = options.parse_args(argv, "python -m bench.ablation", "Measures what each part of the CPU path buys.")
+    alien = [f"--{name}" for name in ("interactive", "baseline", "json", "trace") if getattr(args, name)]
+    if alien:
+        raise ConfigError(f"{', '.join(alien)}: not here, where the output is always the same; drop it")
+    if not args.compile:
+        raise ConfigError("--no_compile: what is left out here is of compiled runs; drop it")
+    if args.speculator is None or args.num_speculative_tokens == 0:
+        raise ConfigError("--speculator: missing, and rounds are measured; give one, and K of at least 1")
+    if generate.choose_device(args.device).type != "cpu":
+        raise ConfigError("--device: what is left out here is of runs on the CPU; give cpu")
+    if not (args.prompt or args.prompts or args.prompt_ids):
+        args.prompt = list(QUESTIONS[:1])
+    plan = generate.make_plan(args)
+    if (tokens := STEPS * (plan.K + 1)) > args.max_new_tokens:
+        raise ConfigError(f"--max_new_tokens: {args.max_new_tokens}: the {STEPS} timed rounds need {tokens}; raise it")
+    print(table(COLUMNS, measure(plan)))
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code, as generate.main does."""
-    try:
-        args = options.parse_args(argv, "python -m bench.ablation", "Measures what each part of the CPU path buys.")
-        alien = [f"--{name}" for name in ("interactive", "baseline", "json", "trace") if getattr(args, name)]
-        if alien:
-            raise ConfigError(f"{', '.join(alien)}: not here, where the output is always the same; drop it")
-        if not args.compile:
-            raise ConfigError("--no_compile: what is left out here is of compiled runs; drop it")
-        if args.speculator is None or args.num_speculative_tokens == 0:
-            raise ConfigError("--speculator: missing, and rounds are measured; give one, and K of at least 1")
-        if generate.choose_device(args.device).type != "cpu":
-            raise ConfigError("--device: what is left out here is of runs on the CPU; give cpu")
-        if not (args.prompt or args.prompts or args.prompt_ids):
-            args.prompt = list(QUESTIONS[:1])
-        plan = generate.make_plan(args)
-        if (tokens := STEPS * (plan.K + 1)) > args.max_new_tokens:
-            raise ConfigError(
-                f"--max_new_tokens: {args.max_new_tokens}: the {STEPS} timed rounds need {tokens}; raise it"
-            )
-        print(table(COLUMNS, measure(plan)))
-    except ConfigError as error:
-        generate.say("error: " + " ".join(str(error).split()))
-        return 2
-    except KeyboardInterrupt:
-        generate.say("\ninterrupted")
-        return 130
-    return 0
+    return generate.exit_code(lambda: run(argv))
 
 
 if __name__ == "__main__":

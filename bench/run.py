@@ -377,21 +377,18 @@ def plot(arms: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
+def run_all(argv: list[str]) -> None:
+    """Raises ConfigError."""
+    args = parse_args(argv)
+    run = measure(generate.make_plan(args))
+    print(report(run), json.dumps(run), sep="\n\n", flush=True)
+    if args.plot:
+        plot(run["arms"], args.plot)
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code, as generate.main does."""
-    try:
-        args = parse_args(argv)
-        run = measure(generate.make_plan(args))
-        print(report(run), json.dumps(run), sep="\n\n", flush=True)
-        if args.plot:
-            plot(run["arms"], args.plot)
-    except ConfigError as error:
-        generate.say("error: " + " ".join(str(error).split()))
-        return 2
-    except KeyboardInterrupt:
-        generate.say("\ninterrupted")
-        return 130
-    return 0
+    return generate.exit_code(lambda: run_all(argv))
 
 
 if __name__ == "__main__":

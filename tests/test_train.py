@@ -310,6 +310,8 @@ def test_export_needs_a_trained_draft_and_a_checkpoint_its_own_options(small, tm
     assert run(tmp_path, "--stage", "train", "--epochs", "1") == 0
     assert run(tmp_path, "--stage", "train", "--epochs", "1,1") == 2
     assert "checkpoint.pt: is of a run of 2 steps, this one has 4" in capsys.readouterr().err
+    assert run(tmp_path, "--stage", "export", "--draft_vocab", 32) == 2
+    assert "config.json: another draft is in training here" in capsys.readouterr().err
 
 
 def test_a_draft_can_begin_with_anothers_weights(small, tmp_path, capsys):

@@ -30,7 +30,15 @@ from model import Transformer
 from options import Parser, id_list, number, underscored
 from options import parse_args as command_args
 from prompts import read_prompt_file
-from speculators_config import FLAGS, ConfigError, SpeculatorConfig, fit_to_target, read_speculator, read_target
+from speculators_config import (
+    FLAGS,
+    ConfigError,
+    SpeculatorConfig,
+    fit_to_target,
+    read_json,
+    read_speculator,
+    read_target,
+)
 from tokenizer import load_tokenizer
 from train import conversations, states
 from train.export import config_json, export
@@ -108,8 +116,11 @@ def settle_config(args: argparse.Namespace, folder: Path, run: Path) -> Speculat
     flags = {flag: getattr(args, flag) == "true" for flag in FLAGS}
     K, layers, vocabulary = args.num_speculative_tokens, args.layers, args.draft_vocab
     raw = config_json(folder, args.target, K, layers, vocabulary, aux, flags)
+    path = run / "config.json"
+    if (run / "checkpoint.pt").exists() and read_json(path) != json.loads(json.dumps(raw)):
+        raise ConfigError(f"{path}: another draft is in training here; give its options again, or another --out")
     run.mkdir(parents=True, exist_ok=True)
-    (run / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    path.write_text(json.dumps(raw, indent=2) + "\n")
     return fit_to_target(read_speculator(run), target)
 
 
@@ -304,39 +315,36 @@ def export_draft(args: argparse.Namespace, draft: Eagle3, config: SpeculatorConf
     command.say(f"{args.out}: acceptance length in generate.py {reached:.3f}, in validation {said:.3f}")
 
 
+def run_stages(argv: list[str]) -> None:
+    """Raises ConfigError."""
+    args = parse_args(argv)
+    stages = [args.stage] if args.stage else STAGES
+    folder = fetch_weights(open_checkpoint(args.target, "target"), args.target, "target")
+    run = args.data / args.out.name
+    config = settle_config(args, folder, run)
+    settle_manifest(
+        args.data, target=fingerprint(folder), length=args.length, shard_rows=SHARD_ROWS,
+        aux_layer_ids=config.aux_layer_ids, convention="id i: the residual stream entering layer i",
+    )  # fmt: skip
+    if "generate" in stages:
+        write_text(args, folder)
+    if "extract" in stages and count(args.data, "states") < count(args.data, "text"):
+        states.extract(open_target(args, folder, config, EXTRACT_BATCH), args.data, EXTRACT_BATCH)
+    if "train" in stages or "export" in stages:
+        if count(args.data, "states") < 2:
+            path = shard(args.data, "states", 1)
+            raise ConfigError(f"{path}: missing; run the stages generate and extract first")
+        target = open_target(args, folder, config, batch=0)
+        draft, ids = open_draft(args, config, target)
+        if "train" in stages:
+            train(args, draft, Teacher(target.norm, target.head.weight[ids]), run)
+        if "export" in stages:
+            export_draft(args, draft, config, run)
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code, as generate.main does."""
-    try:
-        args = parse_args(argv)
-        stages = [args.stage] if args.stage else STAGES
-        folder = fetch_weights(open_checkpoint(args.target, "target"), args.target, "target")
-        run = args.data / args.out.name
-        config = settle_config(args, folder, run)
-        settle_manifest(
-            args.data, target=fingerprint(folder), length=args.length, shard_rows=SHARD_ROWS,
-            aux_layer_ids=config.aux_layer_ids, convention="id i: the residual stream entering layer i",
-        )  # fmt: skip
-        if "generate" in stages:
-            write_text(args, folder)
-        if "extract" in stages and count(args.data, "states") < count(args.data, "text"):
-            states.extract(open_target(args, folder, config, EXTRACT_BATCH), args.data, EXTRACT_BATCH)
-        if "train" in stages or "export" in stages:
-            if count(args.data, "states") < 2:
-                path = shard(args.data, "states", 1)
-                raise ConfigError(f"{path}: missing; run the stages generate and extract first")
-            target = open_target(args, folder, config, batch=0)
-            draft, ids = open_draft(args, config, target)
-            if "train" in stages:
-                train(args, draft, Teacher(target.norm, target.head.weight[ids]), run)
-            if "export" in stages:
-                export_draft(args, draft, config, run)
-    except ConfigError as error:
-        command.say("error: " + " ".join(str(error).split()))
-        return 2
-    except KeyboardInterrupt:
-        command.say("\ninterrupted; the same command goes on from here")
-        return 130
-    return 0
+    return command.exit_code(lambda: run_stages(argv), "interrupted; the same command goes on from here")
 
 
 def write_text(args: argparse.Namespace, folder: Path) -> None:
