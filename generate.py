@@ -15,8 +15,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -303,14 +303,21 @@ def use_cpu_kernels(models: list[nn.Module]) -> None:
         say(f"notice: decoding is slower without our CPU operators: {cpu_kernels.reason(error)}")
 
 
-def compile_steps(decoder: Decoder, plain_too: bool) -> float:
-    """Seconds spent. ConfigError where the machine has no C or C++ compiler: torch.compile needs one."""
+@contextmanager
+def compiler_needed() -> Iterator[None]:
+    """ConfigError where the machine has no C or C++ compiler: torch.compile needs one."""
     try:
-        return decoder.warm_up(plain_too)
+        yield
     except RuntimeError as error:  # the base of what Inductor and Triton raise
         if re.search(r"C(\+\+)? compiler", str(error)) is None:
             raise
         raise ConfigError("--compile: torch finds no C++ compiler; install g++, or give --no_compile") from None
+
+
+def compile_steps(decoder: Decoder, plain_too: bool) -> float:
+    """Seconds spent."""
+    with compiler_needed():
+        return decoder.warm_up(plain_too)
 
 
 def graphs_active(device: str) -> str:

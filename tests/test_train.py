@@ -41,6 +41,19 @@ def test_each_step_is_speculators(case):
             torch.testing.assert_close(draft.logits(x), golden[f"logits_step{step}"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["eagle3_nbr_true", "eagle3_two_layers_mixed"])
+def test_a_chain_is_the_same_whichever_others_are_left_out(case):
+    _, draft = open_pair(FIXTURES / "drafts" / case)
+    golden, roots = expected(FIXTURES / "drafts" / case), torch.tensor([0, 3, 4, 9, 13])
+    tokens, aux = golden["input_ids"], golden["aux"]
+    draft.positions = Unrolled(draft.config.layer, tokens.size(1), 3)
+    with torch.no_grad():
+        whole = list(unroll(draft, tokens, aux, 3, torch.float32))
+        some = list(unroll(draft, tokens, aux, 3, torch.float32, roots))
+    for all_chains, chains in zip(whole, some, strict=True):
+        torch.testing.assert_close(chains, all_chains[:, roots], rtol=0, atol=1e-5)
+
+
 def tiny_batch(draft, rows=3, length=24):
     torch.manual_seed(0)
     width = len(draft.config.aux_layer_ids) * draft.config.target_hidden_size

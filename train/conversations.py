@@ -5,6 +5,7 @@ anew. There is no prefill: a template's tokens are fed one at a time, as if the 
 """
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ ANSWER_TEMPERATURES = (0.0, 0.0, 0.5, 0.8)  # one of them for each conversation;
 CANDIDATES = 64  # tokens are drawn among the likeliest: the tail of a small model is noise
 REPEATED = 24  # tokens that come again in the same turn: a loop
 LOOKED_FOR_EVERY = 8  # tokens
-MARKS = ("\ue000", "\ue001", "\ue002")  # private characters, which no template holds
+MARKS = "\ue000\ue001\ue002"  # private characters, which no template holds
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,9 @@ class Headers:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": again})
         text = tokenizer.render_chat(messages, add_generation_prompt=False)
-        pieces, rest = [], text
-        for mark in MARKS:
-            piece, found, rest = rest.partition(mark)
-            if not found or mark in rest:
-                raise ConfigError("--target: its chat template does not show a text once; use another target")
-            pieces.append(tokenizer.codec.encode_marked(piece))
-        return cls(*pieces)
+        if re.findall(f"[{MARKS}]", text) != list(MARKS):
+            raise ConfigError("--target: its chat template does not show a text once; use another target")
+        return cls(*map(tokenizer.codec.encode_marked, re.split(f"[{MARKS}]", text)[:3]))
 
 
 @dataclass
@@ -69,10 +66,8 @@ class Row:
         """A new conversation, which begins with `question`, or, where that is empty, with one of the target's own."""
         opening = self.headers.opening
         self.ids, self.kinds = list(opening), [TEMPLATE] * len(opening)
-        self.asking, self.begin, self.answer_temperature = True, len(opening), draw.choice(ANSWER_TEMPERATURES)
+        self.asking, self.begin, self.answer_temperature = not question, len(opening), draw.choice(ANSWER_TEMPERATURES)
         self.given = [*question, *self.headers.to_answer] if question else []
-        if question:
-            self.asking = False
 
     @property
     def temperature(self) -> float:
@@ -154,12 +149,11 @@ def rows_of(
 def generate(folder: Path, shards: int, rows: int, written: Iterator[Row]) -> None:
     """Writes the text shards that `folder` still lacks, of `rows` conversations each."""
     for i in range(count(folder, "text"), shards):
-        ids, kinds, began = [], [], time.perf_counter()
-        while len(ids) < rows:
-            row = next(written)
-            ids.append(row.ids)
-            kinds.append(row.kinds)
-            show_progress(i * rows + len(ids), shards * rows, "conversations written")
-        tensors = {"ids": torch.tensor(ids, dtype=torch.int32), "kinds": torch.tensor(kinds, dtype=torch.uint8)}
+        made, began = [], time.perf_counter()
+        while len(made) < rows:
+            made.append(next(written))
+            show_progress(i * rows + len(made), shards * rows, "conversations written")
+        ids, kinds = torch.tensor([row.ids for row in made]), torch.tensor([row.kinds for row in made])
+        tensors = {"ids": ids.int(), "kinds": kinds.to(torch.uint8)}
         write(shard(folder, "text", i), tensors)
         say(f"text {i + 1} of {shards}: {tensors['ids'].numel() / (time.perf_counter() - began):.0f} tok/s")

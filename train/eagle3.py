@@ -30,15 +30,7 @@ from model import Transformer
 from options import Parser, id_list, number, underscored
 from options import parse_args as command_args
 from prompts import read_prompt_file
-from speculators_config import (
-    FLAGS,
-    ConfigError,
-    SpeculatorConfig,
-    fit_to_target,
-    read_json,
-    read_speculator,
-    read_target,
-)
+from speculators_config import FLAGS, ConfigError, SpeculatorConfig, fit_to_target, read_speculator, read_target
 from tokenizer import load_tokenizer
 from train import conversations, states
 from train.export import config_json, export
@@ -61,6 +53,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m train.eagle3", allow_abbrev=False, description="Trains an EAGLE-3 draft.")
     add, whole, share = parser.add_argument, number(int, 1), number(float, 0, 1, above=True)
     add("--target", required=True, metavar="PATH_OR_REPO", help="the model to draft for")
+    add("--target_name", metavar="NAME", help="what the draft's config.json calls the target (default: as --target)")
     add("--out", required=True, type=Path, metavar="DIR", help="the speculators folder to write")
     add("--data", type=Path, metavar="DIR", help="shards and checkpoints (default: OUT.data)")
     add("--stage", choices=STAGES, help="only this one (default: all that is missing)")
@@ -76,15 +69,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         add(f"--{flag}", choices=("true", "false"), default=str(default).lower(), help="(default: %(default)s)")
     add("--epochs", type=id_list, default=(1, 1, 2, 3), metavar="LIST", help="steps unrolled in each epoch (1,1,2,3)")
     add("--decay", type=share, default=0.8, metavar="F", help="weight of each further step (%(default)s)")
-    add("--rows", type=whole, default=8, metavar="N", help="conversations an optimizer step (%(default)s)")
+    add("--rows", type=whole, default=2, metavar="N", help="conversations an optimizer step (%(default)s)")
     add("--loss_share", type=share, default=0.5, metavar="F", help="of rows that the loss is taken at (%(default)s)")
     add("--lr", type=number(float, 0, above=True), default=1e-3, metavar="F", help="its largest value (%(default)s)")
     add("--init", metavar="DIR", help="begin with this draft's weights instead of the target's")
     add("--num_speculative_tokens", type=number(int, 1, 8), default=3, metavar="K", help="(default: %(default)s)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--no_compile", dest="compile", action="store_false", help="run everything as plain PyTorch")
     add("--seed", type=number(int, 0, 2**31), default=0, metavar="N")
     args = parser.parse_args([underscored(arg) for arg in argv])
     args.data = args.data or args.out.with_name(args.out.name + ".data")
+    args.target_name = args.target_name or args.target
     if min(args.epochs) < 1 or max(args.epochs) > 8:
         given = ",".join(map(str, args.epochs))
         raise ConfigError(f"--epochs: {given}: a step count is below 1 or above 8; give each between 1 and 8")
@@ -114,10 +109,10 @@ def settle_config(args: argparse.Namespace, folder: Path, run: Path) -> Speculat
     target, _ = read_target(folder)
     aux = args.aux_layer_ids or (2, target.n_layer // 2, target.n_layer - 3)
     flags = {flag: getattr(args, flag) == "true" for flag in FLAGS}
-    K, layers, vocabulary = args.num_speculative_tokens, args.layers, args.draft_vocab
-    raw = config_json(folder, args.target, K, layers, vocabulary, aux, flags)
+    K = args.num_speculative_tokens
+    raw = config_json(folder, args.target_name, K, args.layers, args.draft_vocab, aux, flags)
     path = run / "config.json"
-    if (run / "checkpoint.pt").exists() and read_json(path) != json.loads(json.dumps(raw)):
+    if (run / "checkpoint.pt").exists() and json.loads(path.read_text()) != json.loads(json.dumps(raw)):
         raise ConfigError(f"{path}: another draft is in training here; give its options again, or another --out")
     run.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(raw, indent=2) + "\n")
@@ -133,19 +128,16 @@ def commonest(data: Path, size: int) -> Tensor:
 
 @torch.no_grad()
 def new_draft(config: SpeculatorConfig, target: Transformer, ids: Tensor) -> Eagle3:
-    """Begins as near to the target as a draft can be: the last aux state goes straight through the target's own last
-    layer to its head; what reads the other states and the embedding starts at random or at nothing."""
+    """Begins with what the target knows where a small change goes far: its head, and the last aux state as the feature.
+    Its last layer is no help: those weights are ten times larger, so that Adam's steps change them too slowly."""
     reduced = config.draft_vocab_size < config.target_vocab_size
     draft = Eagle3(config, own={"head.weight", "d2t", "t2d"} if reduced else {"head.weight"})
-    draft.embed, D = target.embed, config.layer.hidden_size
+    draft.embed = target.embed
     for name, weight in draft.named_parameters():
         if not name.startswith("embed."):
             weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
     draft.fc.weight.zero_()
-    draft.fc.weight[:, -D:].fill_diagonal_(1.0)
-    last, first = target.layers[-1].block, draft.first.block
-    first.attention.qkv.weight[:, D:] = last.attention.qkv.weight
-    first.mlp.gate_up.weight.copy_(last.mlp.gate_up.weight)
+    draft.fc.weight[:, -config.target_hidden_size :].fill_diagonal_(1.0)
     draft.head.weight.copy_(target.head.weight[ids])
     draft.norm.weight.copy_(0.2 * target.norm.weight)  # less sure of itself than the target
     if reduced:
@@ -216,15 +208,13 @@ def train(args: argparse.Namespace, draft: Eagle3, teacher: Teacher, run: Path) 
     weights = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embed.weight"]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     draft.positions = Unrolled(draft.config.layer, args.length - 1, max(*args.epochs, K)).to(device)
-    per_epoch = len(rows) // args.rows
+    per_epoch, path = len(rows) // args.rows, run / "checkpoint.pt"
     state = {"done": 0, "total": per_epoch * len(args.epochs), "best": 0.0, "seconds": 0.0}
-    if (run / "checkpoint.pt").exists():
-        kept = torch.load(run / "checkpoint.pt", weights_only=True)
+    if path.exists():
+        kept = torch.load(path, weights_only=True)
         if kept["total"] != state["total"]:
             wrong = f"is of a run of {kept['total']} steps, this one has {state['total']}"
-            raise ConfigError(
-                f"{run / 'checkpoint.pt'}: {wrong}; give the same options, delete it or give another --out"
-            )
+            raise ConfigError(f"{path}: {wrong}; give the same options, delete it or give another --out")
         draft.load_state_dict(kept.pop("draft") | {"embed.weight": draft.embed.weight})
         optimizer.load_state_dict(kept.pop("optimizer"))
         state = kept
@@ -234,7 +224,7 @@ def train(args: argparse.Namespace, draft: Eagle3, teacher: Teacher, run: Path) 
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed + epoch))
         data, unrolled = rows.take(order[place * args.rows :][: args.rows]), args.epochs[epoch]
         torch.manual_seed(args.seed + state["done"])
-        with autocast(device):
+        with autocast(device), command.compiler_needed():
             loss = loss_of(draft, teacher, data, unrolled, args.decay, args.loss_share, torch.bfloat16)
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
@@ -253,7 +243,7 @@ def train(args: argparse.Namespace, draft: Eagle3, teacher: Teacher, run: Path) 
             if numbers["acceptance_length"] > state["best"]:
                 state["best"] = numbers["acceptance_length"]
                 keep(run / "best.pt", {"draft": own, "numbers": numbers})
-            keep(run / "checkpoint.pt", state | {"draft": own, "optimizer": optimizer.state_dict()})
+            keep(path, state | {"draft": own, "optimizer": optimizer.state_dict()})
             with (run / "log.jsonl").open("a") as log:
                 print(json.dumps({"step": state["done"]} | numbers), file=log)
             command.say(f"step {state['done']}/{state['total']}: loss {numbers['loss']:.3f}, {accepted(numbers)}")
@@ -278,14 +268,14 @@ def keep(path: Path, what: dict) -> None:
 
 
 def card(args: argparse.Namespace, numbers: dict, tokens: int) -> str:
-    return f"""# EAGLE-3 draft for {args.target}
+    return f"""# EAGLE-3 draft for {args.target_name}
 
 Trained with `python -m train.eagle3` of eagle-fast on {tokens:,} tokens of conversations that the target wrote itself:
 {numbers["tokens"]:,} tokens seen, {numbers["hours"]:.1f} hours. Format: speculators 0.9; the embedding is the target's.
 
 On held-out greedy answers of the same kind, K = {args.num_speculative_tokens}: {accepted(numbers)}.
 
-    python generate.py --speculator THIS_FOLDER --target {args.target}
+    python generate.py --speculator THIS_FOLDER --target {args.target_name}
 """
 
 
@@ -302,9 +292,8 @@ def export_draft(args: argparse.Namespace, draft: Eagle3, config: SpeculatorConf
         if GREEDY in kinds[:-1] and len(prompts) < 2 * CHECKED:
             prompts += ["--prompt_ids", ",".join(map(str, ids[: kinds.index(GREEDY)]))]
     if not prompts:
-        raise ConfigError(
-            f"{shard(args.data, 'text', 0)}: holds no greedy answer to check with; give a larger --length"
-        )
+        path = shard(args.data, "text", 0)
+        raise ConfigError(f"{path}: holds no greedy answer to check with; give a larger --length")
     asked = ["--speculator", str(args.out), "--target", args.target, "--max_new_tokens", str(args.length // 2)]
     plan = command.make_plan(command_args([*asked, "--device", args.device, "--no_compile", *prompts]))
     session = command.Session(plan, command.make_decoder(plan, *command.load_models(plan)), [])
@@ -337,7 +326,7 @@ def run_stages(argv: list[str]) -> None:
         target = open_target(args, folder, config, batch=0)
         draft, ids = open_draft(args, config, target)
         if "train" in stages:
-            train(args, draft, Teacher(target.norm, target.head.weight[ids]), run)
+            train(args, draft, Teacher(target.norm, target.head.weight[ids], args.compile), run)
         if "export" in stages:
             export_draft(args, draft, config, run)
 
@@ -355,11 +344,11 @@ def write_text(args: argparse.Namespace, folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ConfigError(f"{folder}: tokenizer_config.json: no chat template, which conversations need; add one")
-    questions = [question.turns[0] for question in read_prompt_file(args.prompts)] if args.prompts else []
-    encoded = [tokenizer.encode(question, bos=False) for question in questions]
+    asked = read_prompt_file(args.prompts) if args.prompts else []
+    questions = [tokenizer.encode(question.turns[0], bos=False) for question in asked]
     headers, seed = conversations.Headers.of(tokenizer), args.seed * 1_000_003 + count(args.data, "text")
     target = open_target(args, folder, None, args.batch)
-    rows = conversations.rows_of(target, headers, args.batch, args.length, encoded, seed)
+    rows = conversations.rows_of(target, headers, args.batch, args.length, questions, seed)
     conversations.generate(args.data, shards, SHARD_ROWS, rows)
 
 

@@ -4,9 +4,10 @@ All rows of a conversation are drafted from at once. Step 0 reads true features;
 in the same row, beside the token that really came s later. Row i of step s stands at position i + s and sees the true
 rows up to i and, of the steps after them, its own: what a chain that starts behind row i sees when it is drafted.
 
-Shapes: B conversations, L tokens of each, T = L - 1 rows, Vd draft vocabulary.
+Shapes: B conversations, L tokens of each, T = L - 1 rows, R of them the roots of chains, Vd draft vocabulary.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -20,23 +21,26 @@ from train.shards import GREEDY, TEMPLATE
 
 
 class Unrolled(nn.Module):
-    """Takes the place of a draft's `positions`: row i of step s has slot s * T + i of caches that grow by T a step."""
+    """Takes the place of a draft's `positions`. Slots 0 .. T - 1 hold the true rows; each further step adds a slot for
+    each of `roots`, the rows that chains start from."""
 
     def __init__(self, config: DecoderConfig, rows: int, steps: int):
         super().__init__()
-        self.config, self.rows, self.step = config, rows, 0
+        self.config, self.step = config, 0
+        self.register_buffer("true", torch.arange(rows), persistent=False)
+        self.register_buffer("roots", torch.arange(rows), persistent=False)
         self.register_buffer("table", rope_table(config.rope, config.head_dim, rows + steps), persistent=False)
 
     def forward(self, slots: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """slots (1, T) -> per layer what model.Positions says. A window counts from the row a chain starts at."""
-        step, root = slots // self.rows, slots % self.rows
-        cos_sin = self.table[:, root + step].unsqueeze(-2)
-        keys, root = torch.arange((self.step + 1) * self.rows, device=slots.device), root.unsqueeze(-1)
-        own = (keys % self.rows == root) & (keys // self.rows <= step.unsqueeze(-1))
+        """slots (1, T or R) of this step -> per layer what model.Positions says. A window counts from the root."""
+        root = (self.roots if self.step else self.true)[None, :, None]
+        cos_sin = self.table[:, root[..., 0] + self.step].unsqueeze(-2)
+        key = torch.cat((self.true, self.roots.repeat(self.step)))  # each slot's root
+        true = torch.arange(len(key), device=key.device) < len(self.true)
         groups, where = self.config.n_head // self.config.n_kv_head, []
         for window in self.config.windows:
-            true = (keys < self.rows) & (keys <= root) & (keys > root - (window or self.rows))
-            bias = torch.zeros((), dtype=dtype, device=slots.device).where(true | own, float("-inf"))
+            seen = (key == root) | (true & (key <= root) & (key > root - (window or len(self.true))))
+            bias = torch.zeros((), dtype=dtype, device=slots.device).where(seen, float("-inf"))
             where.append((slots, cos_sin, bias[:, None].repeat(1, 1, groups, 1)))
         return where
 
@@ -46,51 +50,62 @@ def widen_caches(draft: Eagle3, batch: int, rows: int, dtype: torch.dtype, anew:
     for module in draft.modules():
         if isinstance(module, Attention):
             for name in ("k_cache", "v_cache"):
-                room = torch.zeros(
-                    batch, module.n_kv_head, rows, module.head_dim, dtype=dtype, device=draft.fc.weight.device
-                )
+                sizes = (batch, module.n_kv_head, rows, module.head_dim)
+                room = torch.zeros(sizes, dtype=dtype, device=draft.fc.weight.device)
                 cache = room if anew else torch.cat((getattr(module, name), room), dim=2)
                 module.register_buffer(name, cache, persistent=False)
 
 
-def unroll(draft: Eagle3, tokens: Tensor, aux: Tensor, steps: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """tokens (B, T): x_1, x_2, ...; aux (B, T, n * Dt): the states behind x_0, x_1, ... -> per step (B, T, D),
-    un-normed. draft.positions is an `Unrolled`; dtype: of keys and values."""
-    feature, rows = draft.fuse(aux), torch.arange(tokens.size(1), device=tokens.device)[None]
-    for step in range(steps):
-        widen_caches(draft, *tokens.shape, dtype, anew=step == 0)
-        draft.positions.step = step
-        x = draft(tokens, feature, step * tokens.size(1) + rows)
+def unroll(
+    draft: Eagle3, tokens: Tensor, aux: Tensor, steps: int, dtype: torch.dtype, roots: Tensor | None = None
+) -> Iterator[Tensor]:
+    """tokens (B, T): x_1, x_2, ...; aux (B, T, n * Dt): states behind x_0, x_1, ... -> per step (B, R, D), un-normed,
+    of the chains from the rows `roots` (R,), ascending; None: from all. dtype: of keys and values.
+
+    draft.positions is an `Unrolled`. Nothing sees a chain but itself: those that are left out cost nothing."""
+    place = draft.positions
+    place.roots = place.true if roots is None else roots
+    feature, tokens, slots = draft.fuse(aux), F.pad(tokens, (0, steps)), place.true[None]
+    for place.step in range(steps):
+        widen_caches(draft, len(tokens), slots.size(1), dtype, anew=place.step == 0)
+        x = draft(tokens[:, (place.roots if place.step else place.true) + place.step], feature, slots)
+        x = x if place.step else x[:, place.roots]
         yield x
-        feature, tokens = draft.feedback(x), F.pad(tokens[:, 1:], (0, 1))
+        feature, slots = draft.feedback(x), slots[:, -1:] + 1 + torch.arange(len(place.roots), device=x.device)
+
+
+def cross_entropy(guess: Tensor, truth: Tensor) -> Tensor:
+    """Mean of two laws' cross entropy, both given as logits (N, Vd)."""
+    return -(truth.softmax(-1) * guess.log_softmax(-1)).sum(-1).mean()
 
 
 class Teacher(nn.Module):
     """The target's law over the draft's vocabulary, from the states that it left on disk."""
 
-    def __init__(self, norm: nn.Module, head: Tensor):
+    def __init__(self, norm: nn.Module, head: Tensor, compiled: bool = False):
         super().__init__()
         self.norm, self.head = norm, head  # (Vd, D): the rows of the draft's vocabulary
+        self.entropy = torch.compile(cross_entropy, dynamic=True) if compiled else cross_entropy  # one pass, not six
 
-    def logits(self, last: Tensor) -> Tensor:
-        """(..., D), un-normed -> (..., Vd) in fp32."""
-        return F.linear(self.norm(last), self.head).float()
+    def loss(self, guess: Tensor, last: Tensor) -> Tensor:
+        """guess (N, Vd): logits; last (N, D), un-normed."""
+        return self.entropy(guess, F.linear(self.norm(last), self.head).float())
 
 
 def loss_of(
     draft: Eagle3, teacher: Teacher, data: dict[str, Tensor], steps: int, decay: float, share: float, dtype: torch.dtype
 ) -> Tensor:
-    """Cross entropy against the target's law, step s weighted by decay^s, at a random `share` of the rows, as the head
-    is half of the work. data: ids, kinds (B, L), aux (B, L, n * Dt), last (B, L, D)."""
+    """Cross entropy against the target's law, step s weighted by decay^s, of the chains from a random `share` of the
+    rows, as the head is half of the work. data: ids, kinds (B, L), aux (B, L, n * Dt), last (B, L, D)."""
     ids, kinds, last = data["ids"], data["kinds"], data["last"]
-    total = 0.0
-    for step, x in enumerate(unroll(draft, ids[:, 1:], data["aux"][:, :-1], steps, dtype)):
+    T, total = ids.size(1) - 1, 0.0
+    roots = torch.randperm(T, device=ids.device)[: math.ceil(T * share)].sort().values
+    for step, x in enumerate(unroll(draft, ids[:, 1:], data["aux"][:, :-1], steps, dtype, roots)):
         # Row i guesses token i + 2 + step, whose law stands behind token i + 1 + step.
-        wanted = kinds[:, 2 + step :] != TEMPLATE
-        wanted &= torch.rand(wanted.shape, device=wanted.device) < share
-        guess = draft.logits(x[:, : wanted.size(1)][wanted]).log_softmax(-1)
-        law = teacher.logits(last[:, 1 + step : -1][wanted]).softmax(-1)
-        total = total - decay**step * (law * guess).sum(-1).mean()
+        known = roots[roots < T - 1 - step] + 1 + step
+        wanted = kinds[:, known + 1] != TEMPLATE
+        guess = draft.logits(x[:, : len(known)][wanted])
+        total = total + decay**step * teacher.loss(guess, last[:, known][wanted])
     return total
 
 
