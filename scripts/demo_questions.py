@@ -54,7 +54,7 @@ swap_case(text: str) -> str:Make capitals small and small letters capital.|gcd(a
 clamp(x: float, low: float, high: float) -> float:Keep x between low and high.|last(values: list, n: int) -> list:Tail.
 pairs(values: list, total: int) -> list:Find the pairs that add up to total.|is_leap(year: int) -> bool:A leap year?
 squares(n: int) -> list:Return the first n square numbers.|title(text: str) -> str:Begin each word with a capital.
-zip_sum(a: list, b: list) -> list:Add two lists, one by one.|minutes(text: str) -> int:Minutes of a time like 12:30.
+zip_sum(a: list, b: list) -> list:Add two lists, one by one.|minutes(text: str) -> int:Minutes of a time like 12h30.
 chunks(values: list, n: int) -> list:Cut a list into pieces of n.|caesar(text: str, k: int) -> str:Shift letters by k.
 bubble_sort(values: list) -> list:Sort by swapping neighbours.|power(x: float, n: int) -> float:x to the n-th.
 is_prime(n: int) -> bool:Tell whether n is a prime number.|flatten(rows: list) -> list:Make one list of a list of lists.
