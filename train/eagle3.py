@@ -138,8 +138,8 @@ def new_draft(config: SpeculatorConfig, target: Transformer, ids: Tensor) -> Eag
             weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
     draft.fc.weight.zero_()
     draft.fc.weight[:, -config.target_hidden_size :].fill_diagonal_(1.0)
-    draft.head.weight.copy_(target.head.weight[ids])
-    draft.norm.weight.copy_(0.2 * target.norm.weight)  # less sure of itself than the target
+    draft.head.weight.copy_(0.2 * target.head.weight[ids])  # less sure of itself than the target
+    draft.norm.weight.copy_(target.norm.weight)
     if reduced:
         draft.d2t.copy_(ids - torch.arange(len(ids)))
         draft.t2d.zero_()[ids] = True
