@@ -311,7 +311,7 @@ def compiler_needed() -> Iterator[None]:
     except RuntimeError as error:  # the base of what Inductor and Triton raise
         if re.search(r"C(\+\+)? compiler", str(error)) is None:
             raise
-        raise ConfigError("--compile: torch finds no C++ compiler; install g++, or give --no_compile") from None
+        raise ConfigError("torch.compile: finds no C++ compiler; install g++, or give --no_compile") from None
 
 
 def compile_steps(decoder: Decoder, plain_too: bool) -> float:

@@ -26,7 +26,7 @@ def theirs(draft: Path, target: Path, embed: torch.Tensor, ids: torch.Tensor, au
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(draft, scratch, dirs_exist_ok=True)
         path = Path(scratch) / "model.safetensors"
-        save_file(load_file(path) | {"embed_tokens.weight": embed}, path, {"format": "pt"})
+        save_file({"embed_tokens.weight": embed} | load_file(path), path, {"format": "pt"})
         config = Eagle3DraftModel.config_class.from_pretrained(scratch)
         config.speculators_config.verifier.name_or_path = str(target)
         config.transformer_layer_config._attn_implementation = "eager"

@@ -696,7 +696,9 @@ def test_door_of_a_machine_without_compiler(reason):
         def warm_up(self, plain_too):
             raise InductorError(RuntimeError(reason), None)
 
-    raised, message = (InductorError, "a bug") if reason == "a bug" else (ConfigError, r"^--compile: .*; install g\+\+")
+    raised, message = (
+        (InductorError, "a bug") if reason == "a bug" else (ConfigError, r"^torch.compile: .*; install g\+\+")
+    )
     with pytest.raises(raised, match=message):
         generate.compile_steps(Uncompiled(), plain_too=False)
 

@@ -107,9 +107,32 @@ def test_steps_are_weighted_and_template_tokens_are_not_guessed():
         assert loss_of(draft, teacher, data, 3, 1.0, 1.0, torch.float32) - one == pytest.approx(
             ((two - one) / 0.5 + (three - two) / 0.25).item(), rel=1e-4
         )
-        wanted = data["kinds"] != TEMPLATE
-        data["ids"][:, -1][~wanted[:, -1]] = 0  # a template's token, guessed by no row
+        law_of_next = data["last"][:, :-1]
+        wanted = data["kinds"][:, 1:] != TEMPLATE
+        law_of_next[~wanted] += 1  # the laws of a template's tokens
         assert loss_of(draft, teacher, data, 1, 0.5, 1.0, torch.float32) == one
+        law_of_next[wanted] += torch.arange(32)
+        assert loss_of(draft, teacher, data, 1, 0.5, 1.0, torch.float32) != one
+
+
+def test_a_share_of_the_chains_has_the_loss_of_those_chains():
+    target, draft = open_pair(FIXTURES / "drafts/eagle3_nbr_true")
+    draft.positions = Unrolled(draft.config.layer, 23, 2)
+    teacher = Teacher(target.norm, target.head.weight[: draft.config.draft_vocab_size])
+    data = tiny_batch(draft)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        some = loss_of(draft, teacher, data, 2, 0.5, 0.4, torch.float32)
+        torch.manual_seed(3)
+        roots, by_hand = torch.randperm(23)[:10].sort().values, 0.0
+        for step, x in enumerate(unroll(draft, data["ids"][:, 1:], data["aux"][:, :-1], 2, torch.float32)):
+            terms = []
+            for b, i in [(b, i) for b in range(3) for i in roots.tolist() if i + 2 + step < 24]:
+                if data["kinds"][b, i + 2 + step] != TEMPLATE:
+                    law = target.head(target.norm(data["last"][b, i + 1 + step]))[: draft.config.draft_vocab_size]
+                    terms.append(-(law.softmax(-1) * draft.logits(x[b, i]).log_softmax(-1)).sum())
+            by_hand += 0.5**step * torch.stack(terms).mean()
+    assert some.item() == pytest.approx(by_hand.item(), rel=1e-5)
 
 
 def test_rounds_are_those_of_inference():
@@ -213,9 +236,14 @@ def run(tmp_path, *options):
 
 
 def test_what_a_stage_leaves_is_enough_for_the_next(small, tmp_path, capsys):
-    for stage in ("generate", "extract", "train", "export"):
+    for stage in ("generate", "extract", "train"):
         assert run(tmp_path, "--stage", stage, "--epochs", "1,2") == 0, capsys.readouterr().err
+    assert run(tmp_path, "--stage", "export", "--target_name", "a/name") == 0  # what it is called matters here alone
     assert "acceptance length in generate.py" in capsys.readouterr().err
+    draft = tmp_path / "draft"
+    assert (draft / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert json.loads((draft / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == "a/name"
+    assert "# EAGLE-3 draft for a/name\n" in (draft / "README.md").read_text()
     target = command.load_target(TARGET, command.read_target(TARGET)[0], (2, 4, 5), torch.device("cpu"), torch.float32)
     text, states = (load_file(tmp_path / f"draft.data/{name}-00001.safetensors") for name in ("text", "states"))
     target.allocate(10, 192)
@@ -305,6 +333,8 @@ def test_ten_conversations_are_learnt_by_heart(small, tmp_path, monkeypatch, cap
             "tokenizer_config.json: no chat template",
         ),
         (["--target", FIXTURES / "targets/nowhere"], "no such folder"),
+        (["--out", FIXTURES / "targets/llama_gqa"], "llama_gqa: is there and is no draft; give another"),
+        (["--out", "."], "--out: .: is there and is no draft; give another"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
@@ -322,7 +352,14 @@ def test_export_needs_a_trained_draft_and_a_checkpoint_its_own_options(small, tm
     assert "best.pt: missing; run the stage train first" in capsys.readouterr().err
     assert run(tmp_path, "--stage", "train", "--epochs", "1") == 0
     assert run(tmp_path, "--stage", "train", "--epochs", "1,1") == 2
-    assert "checkpoint.pt: is of a run of 2 steps, this one has 4" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "checkpoint.pt: is of a run with {'epochs': (1,), " in error
+    assert "'steps': 4}; give the same options" in error
+    assert (
+        run(tmp_path, "--stage", "train", "--rows", 99, "--data", tmp_path / "draft.data", "--out", tmp_path / "big")
+        == 2
+    )
+    assert "--rows: 99 is more than the 10 conversations; give less, or more --tokens" in capsys.readouterr().err
     assert run(tmp_path, "--stage", "export", "--draft_vocab", 32) == 2
     assert "config.json: another draft is in training here" in capsys.readouterr().err
 
@@ -336,13 +373,24 @@ def test_a_draft_can_begin_with_anothers_weights(small, tmp_path, capsys):
     )
     assert all(torch.allclose(more[name].float(), weight.float(), atol=1e-6) for name, weight in first.items())
     capsys.readouterr()
-    assert run(tmp_path, *data, "--out", tmp_path / "other", "--layers", 2) == 2
-    assert "--init: " in capsys.readouterr().err
+    for option, value, named in (
+        ("--layers", 2, "n_layer"), ("--norm_output", "true", "norm_output"), ("--draft_vocab", 32, "draft_vocab_size"),
+    ):  # fmt: skip
+        assert run(tmp_path, *data, "--out", tmp_path / named, option, value) == 2
+        assert f"draft: {named}: is " in capsys.readouterr().err
+    own = [*data[:2], "--stage", "train", "--init", FIXTURES / "drafts/eagle3_own_embed"]
+    assert run(tmp_path, *own, "--out", tmp_path / "own") == 2
+    assert "embed_tokens: is not the target's" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_all_stages_on_cuda(small, tmp_path, capsys):
+    assert run(tmp_path, "--epochs", "1,2", "--device", "cuda") == 0, capsys.readouterr().err
 
 
 def test_the_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    from train import curves
+    from scripts import curves
 
     (tmp_path / "run").mkdir()
     entries = [{"tokens": n, "loss": 3 / n, "acceptance_length": 1 + n / 10} for n in (1, 2)]

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import generate as command
+import speculators_config as configs
 from bench.run import show_progress
 from convert_hf_checkpoint import fetch_weights, open_checkpoint
 from cpu_kernels import freed_memory_given_back
@@ -30,11 +31,11 @@ from model import Transformer
 from options import Parser, id_list, number, underscored
 from options import parse_args as command_args
 from prompts import read_prompt_file
-from speculators_config import FLAGS, ConfigError, SpeculatorConfig, fit_to_target, read_speculator, read_target
+from speculators_config import ConfigError, SpeculatorConfig
 from tokenizer import load_tokenizer
 from train import conversations, states
 from train.export import config_json, export
-from train.shards import GREEDY, count, fingerprint, settle_manifest, shard
+from train.shards import GREEDY, count, fingerprint, settle_manifest, shard, write_json
 from train.unroll import Teacher, Unrolled, loss_of, rounds
 
 STAGES = ("generate", "extract", "train", "export")
@@ -42,6 +43,7 @@ SHARD_ROWS = 128
 EXTRACT_BATCH = 2  # conversations: more rows than the processor's cache holds are slower
 VALIDATION_ROWS = 64  # of the first shard, which is never trained on
 CHECKED = 16  # held-out conversations that the exported draft decodes
+LAYER = ("n_layer", "intermediate_size", "n_head", "n_kv_head", "head_dim", "norm_eps", "rope", "windows", "qk_norm")
 WARM_UP = 0.03  # of the steps
 
 
@@ -64,20 +66,24 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--draft_vocab", type=whole, default=8192, metavar="N", help="the commonest tokens (%(default)s)")
     add("--layers", type=whole, default=1, metavar="N", help="of the draft (%(default)s)")
     add("--aux_layer_ids", type=id_list, metavar="IDS", help="layers whose input feeds the draft (2, half, last but 3)")
-    for flag in FLAGS:
-        default = flag == "norm_before_residual"
-        add(f"--{flag}", choices=("true", "false"), default=str(default).lower(), help="(default: %(default)s)")
+    for flag in configs.FLAGS:
+        default = str(flag == "norm_before_residual").lower()
+        add(f"--{flag}", choices=("true", "false"), default=default, help="(default: %(default)s)")
     add("--epochs", type=id_list, default=(1, 1, 2, 3), metavar="LIST", help="steps unrolled in each epoch (1,1,2,3)")
     add("--decay", type=share, default=0.8, metavar="F", help="weight of each further step (%(default)s)")
     add("--rows", type=whole, default=2, metavar="N", help="conversations an optimizer step (%(default)s)")
     add("--loss_share", type=share, default=0.5, metavar="F", help="of rows that the loss is taken at (%(default)s)")
     add("--lr", type=number(float, 0, above=True), default=1e-3, metavar="F", help="its largest value (%(default)s)")
-    add("--init", metavar="DIR", help="begin with this draft's weights instead of the target's")
+    add("--init", metavar="DIR", help="begin with this draft's weights")
     add("--num_speculative_tokens", type=number(int, 1, 8), default=3, metavar="K", help="(default: %(default)s)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--no_compile", dest="compile", action="store_false", help="run everything as plain PyTorch")
+    add("--no_compile", dest="compile", action="store_false", help="run everything as plain PyTorch, more slowly")
     add("--seed", type=number(int, 0, 2**31), default=0, metavar="N")
     args = parser.parse_args([underscored(arg) for arg in argv])
+    held, config = args.out.is_dir() and any(args.out.iterdir()), args.out / "config.json"
+    draft = config.is_file() and "speculators_model_type" in configs.read_json(config)
+    if not args.out.name or args.out.is_file() or (held and not draft):
+        raise ConfigError(f"--out: {args.out}: is there and is no draft; give another")
     args.data = args.data or args.out.with_name(args.out.name + ".data")
     args.target_name = args.target_name or args.target
     if min(args.epochs) < 1 or max(args.epochs) > 8:
@@ -91,10 +97,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def open_target(args: argparse.Namespace, folder: Path, config: SpeculatorConfig | None, batch: int) -> Transformer:
     """In the checkpoint's dtype; with caches for `batch` conversations and, on a CPU, our operators. 0: for neither."""
-    target_config, _ = read_target(folder)
+    target_config, _ = configs.read_target(folder)
     device = command.choose_device(args.device)
     dtype = getattr(torch, command.choose_dtype("auto", target_config))
-    kernels = batch > 0 and device.type == "cpu"
+    kernels = args.compile and batch > 0 and device.type == "cpu"
     with freed_memory_given_back() if kernels else nullcontext():
         target = command.load_target(folder, target_config, config.aux_layer_ids if config else (), device, dtype)
         if kernels:
@@ -106,30 +112,31 @@ def open_target(args: argparse.Namespace, folder: Path, config: SpeculatorConfig
 
 def settle_config(args: argparse.Namespace, folder: Path, run: Path) -> SpeculatorConfig:
     """Writes the draft's config.json into `run` and reads it as generate.py does: what that refuses is not trained."""
-    target, _ = read_target(folder)
+    target, _ = configs.read_target(folder)
     aux = args.aux_layer_ids or (2, target.n_layer // 2, target.n_layer - 3)
-    flags = {flag: getattr(args, flag) == "true" for flag in FLAGS}
-    K = args.num_speculative_tokens
+    flags = {flag: getattr(args, flag) == "true" for flag in configs.FLAGS}
+    K, names = args.num_speculative_tokens, {"speculators_config": None}
     raw = config_json(folder, args.target_name, K, args.layers, args.draft_vocab, aux, flags)
     path = run / "config.json"
-    if (run / "checkpoint.pt").exists() and json.loads(path.read_text()) != json.loads(json.dumps(raw)):
+    if (run / "checkpoint.pt").exists() and configs.read_json(path) | names != json.loads(json.dumps(raw | names)):
         raise ConfigError(f"{path}: another draft is in training here; give its options again, or another --out")
-    run.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(raw, indent=2) + "\n")
-    return fit_to_target(read_speculator(run), target)
+    write_json(path, raw)
+    return configs.fit_to_target(configs.read_speculator(run), target)
 
 
 def commonest(data: Path, size: int) -> Tensor:
     """(Vd,) ids of the `size` tokens that the target wrote most often, ascending."""
-    ids = torch.cat([load_file(shard(data, "text", i))["ids"].flatten() for i in range(count(data, "text"))])
+    ids = torch.cat([load_file(shard(data, "text", i))["ids"].flatten() for i in range(count(data, "states"))])
     counts = torch.bincount(ids, minlength=size)
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
 @torch.no_grad()
 def new_draft(config: SpeculatorConfig, target: Transformer, ids: Tensor) -> Eagle3:
-    """Begins with what the target knows where a small change goes far: its head, and the last aux state as the feature.
-    Its last layer is no help: those weights are ten times larger, so that Adam's steps change them too slowly."""
+    """A draft for the tokens `ids` (Vd,), on the target's device, in fp32.
+
+    Its head begins as the target's and the last aux state as its feature. Its layer does not: a target's weights may be
+    ten times as large as these, and Adam's steps would change them too slowly."""
     reduced = config.draft_vocab_size < config.target_vocab_size
     draft = Eagle3(config, own={"head.weight", "d2t", "t2d"} if reduced else {"head.weight"})
     draft.embed = target.embed
@@ -138,29 +145,36 @@ def new_draft(config: SpeculatorConfig, target: Transformer, ids: Tensor) -> Eag
             weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
     draft.fc.weight.zero_()
     draft.fc.weight[:, -config.target_hidden_size :].fill_diagonal_(1.0)
-    draft.head.weight.copy_(0.2 * target.head.weight[ids])  # less sure of itself than the target
+    draft.head.weight.copy_(0.2 * target.head.weight[ids])  # moved by Adam as fast as the rest, and not too sure yet
     draft.norm.weight.copy_(target.norm.weight)
     if reduced:
         draft.d2t.copy_(ids - torch.arange(len(ids)))
         draft.t2d.zero_()[ids] = True
+    return draft.to(target.norm.weight.device)
+
+
+def open_draft(args: argparse.Namespace, config: SpeculatorConfig, target: Transformer) -> Eagle3:
+    """A new draft, or one with the weights and vocabulary of --init."""
+    torch.manual_seed(args.seed)
+    if not args.init:
+        return new_draft(config, target, commonest(args.data, config.draft_vocab_size))
+    other = command.load_draft(configs.fit_to_target(configs.read_speculator(Path(args.init)), target.config), target)
+    theirs, ours = (vars(kind.layer) | vars(kind) for kind in (other.config, config))
+    for name in (*configs.FLAGS, "aux_layer_ids", "draft_vocab_size", *LAYER):
+        if theirs[name] != ours[name]:
+            wrong = f"{name}: is {theirs[name]}, here {ours[name]}"
+            raise ConfigError(f"--init: {args.init}: {wrong}; give the same options")
+    if not torch.equal(other.embed.weight, target.embed.weight):
+        raise ConfigError(f"--init: {args.init}: embed_tokens: is not the target's, as it is here; give another draft")
+    draft = new_draft(config, target, target_ids(other).cpu())
+    own = {name: tensor for name, tensor in draft.state_dict().items() if name in ("d2t", "t2d", "embed.weight")}
+    draft.load_state_dict(other.state_dict() | own)
     return draft
 
 
-def open_draft(args: argparse.Namespace, config: SpeculatorConfig, target: Transformer) -> tuple[Eagle3, Tensor]:
-    """In fp32, with the (Vd,) target ids of its vocabulary; with the weights and vocabulary of --init, if given."""
-    torch.manual_seed(args.seed)
-    if not args.init:
-        ids = commonest(args.data, config.draft_vocab_size).to(target.norm.weight.device)
-        return new_draft(config, target, ids).to(ids.device), ids
-    other = command.load_draft(fit_to_target(read_speculator(Path(args.init)), target.config), target)
-    ids = other.target_ids(torch.arange(other.config.draft_vocab_size, device=target.norm.weight.device))
-    draft = new_draft(config, target, ids[: config.draft_vocab_size]).to(ids.device)
-    weights = {name: weight for name, weight in draft.state_dict().items() if name in ("d2t", "t2d")}
-    try:
-        draft.load_state_dict(weights | other.state_dict())
-    except RuntimeError as error:
-        raise ConfigError(f"--init: {args.init}: is another kind of draft ({error}); give the same options") from None
-    return draft, ids
+def target_ids(draft: Eagle3) -> Tensor:
+    """(Vd,) ids of its vocabulary."""
+    return draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=draft.fc.weight.device))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -200,24 +214,31 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def train(args: argparse.Namespace, draft: Eagle3, teacher: Teacher, run: Path) -> None:
+def train(args: argparse.Namespace, draft: Eagle3, target: Transformer, run: Path) -> None:
     """Goes on where `run`/checkpoint.pt stopped; leaves what validated best in `run`/best.pt. A step depends on its
     number alone, so that a run that was broken off ends where an unbroken one does."""
-    device, K = teacher.head.device, args.num_speculative_tokens
+    device, K = draft.fc.weight.device, args.num_speculative_tokens
     rows, held_out = Rows(args.data, range(1, count(args.data, "states")), device), Rows(args.data, range(1), device)
     weights = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embed.weight"]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     draft.positions = Unrolled(draft.config.layer, args.length - 1, max(*args.epochs, K)).to(device)
     per_epoch, path = len(rows) // args.rows, run / "checkpoint.pt"
-    state = {"done": 0, "total": per_epoch * len(args.epochs), "best": 0.0, "seconds": 0.0}
+    if per_epoch == 0:
+        raise ConfigError(
+            f"--rows: {args.rows} is more than the {len(rows)} conversations; give less, or more --tokens"
+        )
+    options = {name: getattr(args, name) for name in ("epochs", "rows", "lr", "decay", "loss_share", "seed")}
+    options["steps"] = per_epoch * len(args.epochs)
+    state = {"done": 0, "total": options["steps"], "best": 0.0, "seconds": 0.0, "options": options}
     if path.exists():
-        kept = torch.load(path, weights_only=True)
-        if kept["total"] != state["total"]:
-            wrong = f"is of a run of {kept['total']} steps, this one has {state['total']}"
+        kept = torch.load(path, weights_only=True, map_location=device)
+        if kept["options"] != options:
+            wrong = f"is of a run with {kept['options']}, this one has {options}"
             raise ConfigError(f"{path}: {wrong}; give the same options, delete it or give another --out")
         draft.load_state_dict(kept.pop("draft") | {"embed.weight": draft.embed.weight})
         optimizer.load_state_dict(kept.pop("optimizer"))
         state = kept
+    teacher = Teacher(target.norm, target.head.weight[target_ids(draft)], args.compile)
     losses, began = [], time.perf_counter() - state["seconds"]
     while state["done"] < state["total"]:
         epoch, place = divmod(state["done"], per_epoch)
@@ -283,17 +304,16 @@ def export_draft(args: argparse.Namespace, draft: Eagle3, config: SpeculatorConf
     """Writes --out, opens it through generate.py and lets it decode held-out answers, whose validation is known."""
     if not (run / "best.pt").exists():
         raise ConfigError(f"{run / 'best.pt'}: missing; run the stage train first")
-    best = torch.load(run / "best.pt", weights_only=True)
+    best = torch.load(run / "best.pt", weights_only=True, map_location=draft.fc.weight.device)
     draft.load_state_dict(best["draft"] | {"embed.weight": draft.embed.weight})
     tokens = count(args.data, "states") * SHARD_ROWS * args.length
     export(draft, config, args.out, draft.embed.weight.dtype, card(args, best["numbers"], tokens))
-    prompts, text = [], load_file(shard(args.data, "text", 0))
-    for ids, kinds in zip(text["ids"].tolist(), text["kinds"].tolist(), strict=True):
-        if GREEDY in kinds[:-1] and len(prompts) < 2 * CHECKED:
-            prompts += ["--prompt_ids", ",".join(map(str, ids[: kinds.index(GREEDY)]))]
+    path = shard(args.data, "text", 0)
+    text = zip(*(load_file(path)[name].tolist() for name in ("ids", "kinds")), strict=True)
+    prompts = [ids[: kinds.index(GREEDY)] for ids, kinds in text if GREEDY in kinds[:-1]][:CHECKED]
     if not prompts:
-        path = shard(args.data, "text", 0)
         raise ConfigError(f"{path}: holds no greedy answer to check with; give a larger --length")
+    prompts = [option for ids in prompts for option in ("--prompt_ids", ",".join(map(str, ids)))]
     asked = ["--speculator", str(args.out), "--target", args.target, "--max_new_tokens", str(args.length // 2)]
     plan = command.make_plan(command_args([*asked, "--device", args.device, "--no_compile", *prompts]))
     session = command.Session(plan, command.make_decoder(plan, *command.load_models(plan)), [])
@@ -321,12 +341,11 @@ def run_stages(argv: list[str]) -> None:
         states.extract(open_target(args, folder, config, EXTRACT_BATCH), args.data, EXTRACT_BATCH)
     if "train" in stages or "export" in stages:
         if count(args.data, "states") < 2:
-            path = shard(args.data, "states", 1)
-            raise ConfigError(f"{path}: missing; run the stages generate and extract first")
+            raise ConfigError(f"{shard(args.data, 'states', 1)}: missing; run the stages generate and extract first")
         target = open_target(args, folder, config, batch=0)
-        draft, ids = open_draft(args, config, target)
+        draft = open_draft(args, config, target)
         if "train" in stages:
-            train(args, draft, Teacher(target.norm, target.head.weight[ids], args.compile), run)
+            train(args, draft, target, run)
         if "export" in stages:
             export_draft(args, draft, config, run)
 

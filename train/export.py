@@ -53,5 +53,6 @@ def export(draft: Eagle3, config: SpeculatorConfig, out: Path, dtype: torch.dtyp
     (scratch / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     (scratch / "README.md").write_text(card)
     save_file(tensors, scratch / "model.safetensors")
+    (scratch / "model.safetensors").chmod(0o644)  # which safetensors makes its writer's alone
     shutil.rmtree(out, ignore_errors=True)
     scratch.rename(out)

@@ -37,6 +37,13 @@ def write(path: Path, tensors: dict[str, Tensor]) -> None:
     part.replace(path)
 
 
+def write_json(path: Path, what: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(what, indent=2) + "\n")
+    part.replace(path)
+
+
 def fingerprint(target: Path) -> str:
     """Of a checkpoint: its config, and names, sizes and both ends of its weight files."""
     digest = hashlib.sha256((target / "config.json").read_bytes())
@@ -54,11 +61,7 @@ def settle_manifest(folder: Path, **facts) -> None:
     Raises ConfigError with the first fact that differs."""
     path, wanted = folder / "manifest.json", json.loads(json.dumps(facts))
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(wanted, indent=2) + "\n")
-        part.replace(path)
-        return
+        return write_json(path, wanted)
     found = read_json(path)
     for name, value in wanted.items():
         if found.get(name) != value:

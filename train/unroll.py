@@ -31,9 +31,14 @@ class Unrolled(nn.Module):
         self.register_buffer("roots", torch.arange(rows), persistent=False)
         self.register_buffer("table", rope_table(config.rope, config.head_dim, rows + steps), persistent=False)
 
+    @property
+    def rows(self) -> Tensor:
+        """Of the current step."""
+        return self.roots if self.step else self.true
+
     def forward(self, slots: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
         """slots (1, T or R) of this step -> per layer what model.Positions says. A window counts from the root."""
-        root = (self.roots if self.step else self.true)[None, :, None]
+        root = self.rows[None, :, None]
         cos_sin = self.table[:, root[..., 0] + self.step].unsqueeze(-2)
         key = torch.cat((self.true, self.roots.repeat(self.step)))  # each slot's root
         true = torch.arange(len(key), device=key.device) < len(self.true)
@@ -68,15 +73,15 @@ def unroll(
     feature, tokens, slots = draft.fuse(aux), F.pad(tokens, (0, steps)), place.true[None]
     for place.step in range(steps):
         widen_caches(draft, len(tokens), slots.size(1), dtype, anew=place.step == 0)
-        x = draft(tokens[:, (place.roots if place.step else place.true) + place.step], feature, slots)
+        x = draft(tokens[:, place.rows + place.step], feature, slots)
         x = x if place.step else x[:, place.roots]
         yield x
         feature, slots = draft.feedback(x), slots[:, -1:] + 1 + torch.arange(len(place.roots), device=x.device)
 
 
 def cross_entropy(guess: Tensor, truth: Tensor) -> Tensor:
-    """Mean of two laws' cross entropy, both given as logits (N, Vd)."""
-    return -(truth.softmax(-1) * guess.log_softmax(-1)).sum(-1).mean()
+    """Of two laws, given as logits (N, Vd), the sum over all rows."""
+    return -(truth.softmax(-1) * guess.log_softmax(-1)).sum()
 
 
 class Teacher(nn.Module):
@@ -88,8 +93,8 @@ class Teacher(nn.Module):
         self.entropy = torch.compile(cross_entropy, dynamic=True) if compiled else cross_entropy  # one pass, not six
 
     def loss(self, guess: Tensor, last: Tensor) -> Tensor:
-        """guess (N, Vd): logits; last (N, D), un-normed."""
-        return self.entropy(guess, F.linear(self.norm(last), self.head).float())
+        """Mean cross entropy. guess (N, Vd): logits; last (N, D), un-normed; N may be 0."""
+        return self.entropy(guess, F.linear(self.norm(last), self.head).float()) / max(1, len(guess))
 
 
 def loss_of(

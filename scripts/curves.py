@@ -1,4 +1,4 @@
-"""Loss and acceptance of training runs as a picture: python -m train.curves FILE.png DATA/RUN [DATA/RUN ...]"""
+"""Loss and acceptance of training runs as a picture: python -m scripts.curves FILE.png DATA/RUN [DATA/RUN ...]"""
 
 import json
 import sys
