@@ -161,9 +161,9 @@ def test_rounds_are_those_of_inference():
 HEADERS = Headers(opening=[1, 2], to_answer=[9, 3, 4], to_question=[8, 5, 6])
 
 
-def row(temperature: float, question=()) -> Row:
+def row(temperature: float, question=(), unfinished=False) -> Row:
     made = Row(HEADERS)
-    made.restart(random.Random(0), list(question))
+    made.restart(random.Random(0), list(question), unfinished)
     made.answer_temperature = temperature
     return made
 
@@ -189,6 +189,15 @@ def test_a_real_question_is_given_and_then_answered():
     made.take(20)
     assert made.ids == [1, 2, 50, 51, 9, 3, 4, 20]
     assert made.kinds == [TEMPLATE] * 7 + [GREEDY]
+
+
+def test_a_question_that_is_unfinished_is_gone_on_with():
+    made = row(0.0, question=[50, 51], unfinished=True)
+    for drawn in (77, 77, 52, 9, 77, 77, 20):
+        assert made.temperature == (conversations.QUESTION_TEMPERATURE if len(made.ids) < 6 else 0)
+        made.take(drawn)
+    assert made.ids == [1, 2, 50, 51, 52, 9, 3, 4, 20]
+    assert made.kinds == [TEMPLATE] * 4 + [QUESTION] * 2 + [TEMPLATE] * 2 + [GREEDY]
 
 
 def test_a_loop_is_cut_behind_its_first_time_and_the_turn_ends():
@@ -236,8 +245,10 @@ def run(tmp_path, *options):
 
 
 def test_what_a_stage_leaves_is_enough_for_the_next(small, tmp_path, capsys):
+    (tmp_path / "unfinished.txt").write_text("one...\n")
     for stage in ("generate", "extract", "train"):
-        assert run(tmp_path, "--stage", stage, "--epochs", "1,2") == 0, capsys.readouterr().err
+        options = ["--epochs", "1,2", "--prompts", tmp_path / "unfinished.txt"]
+        assert run(tmp_path, "--stage", stage, *options) == 0, capsys.readouterr().err
     assert run(tmp_path, "--stage", "export", "--target_name", "a/name") == 0  # what it is called matters here alone
     assert "acceptance length in generate.py" in capsys.readouterr().err
     draft = tmp_path / "draft"
@@ -251,6 +262,10 @@ def test_what_a_stage_leaves_is_enough_for_the_next(small, tmp_path, capsys):
         x, aux = target(text["ids"].long(), torch.arange(128).expand(10, -1))
     torch.testing.assert_close(states["aux"], aux, rtol=0, atol=1e-4)
     torch.testing.assert_close(states["last"], x, rtol=0, atol=1e-4)
+    tokenizer = load_tokenizer(TARGET)
+    begun = [*Headers.of(tokenizer).opening, *tokenizer.encode("one", bos=False)]
+    asked = [row for row in text["ids"].tolist() if row[: len(begun)] == begun]
+    assert 0 < len(asked) < 10
     greedy = text["kinds"] == GREEDY
     best = target.logits(x).argmax(-1)
     assert greedy[:, 1:].any()

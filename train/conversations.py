@@ -26,6 +26,7 @@ ANSWER_TEMPERATURES = (0.0, 0.0, 0.5, 0.8)  # one of them for each conversation;
 CANDIDATES = 64  # tokens are drawn among the likeliest: the tail of a small model is noise
 REPEATED = 24  # tokens that come again in the same turn: a loop
 LOOKED_FOR_EVERY = 8  # tokens
+Question = tuple[list[int], bool]  # its ids; is it unfinished?
 MARKS = "\ue000\ue001\ue002"  # private characters, which no template holds
 
 
@@ -41,9 +42,8 @@ class Headers:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Headers":
         """Raises ConfigError where the template does not keep texts in order, each once."""
-        question, answer, again = MARKS
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        messages.append({"role": "user", "content": again})
+        roles = zip(("user", "assistant", "user"), MARKS, strict=True)
+        messages = [{"role": role, "content": mark} for role, mark in roles]
         text = tokenizer.render_chat(messages, add_generation_prompt=False)
         if re.findall(f"[{MARKS}]", text) != list(MARKS):
             raise ConfigError("--target: its chat template does not show a text once; use another target")
@@ -62,12 +62,13 @@ class Row:
     begin: int = 0  # where it begins
     answer_temperature: float = 0.0
 
-    def restart(self, draw: random.Random, question: list[int]) -> None:
-        """A new conversation, which begins with `question`, or, where that is empty, with one of the target's own."""
+    def restart(self, draw: random.Random, question: list[int], unfinished: bool) -> None:
+        """A new conversation, which begins with `question`; where that is unfinished or empty, the target goes on."""
         opening = self.headers.opening
         self.ids, self.kinds = list(opening), [TEMPLATE] * len(opening)
-        self.asking, self.begin, self.answer_temperature = not question, len(opening), draw.choice(ANSWER_TEMPERATURES)
-        self.given = [*question, *self.headers.to_answer] if question else []
+        self.begin, self.answer_temperature = len(opening), draw.choice(ANSWER_TEMPERATURES)
+        self.asking = unfinished or not question
+        self.given = question + ([] if self.asking else self.headers.to_answer)
 
     @property
     def temperature(self) -> float:
@@ -113,7 +114,7 @@ def step(target: Transformer, tokens: Tensor, positions: Tensor, temperatures: T
 
 @torch.inference_mode()
 def rows_of(
-    target: Transformer, headers: Headers, batch: int, length: int, questions: list[list[int]], seed: int
+    target: Transformer, headers: Headers, batch: int, length: int, questions: list[Question], seed: int
 ) -> Iterator[Row]:
     """Finished rows of `length` tokens, without end. The target's caches hold `batch` rows of at least that.
 
@@ -123,8 +124,8 @@ def rows_of(
     rows = [Row(headers) for _ in range(batch)]
 
     def restart(row: Row) -> None:
-        real = draw.choice(questions) if questions and draw.random() < 0.5 else []
-        row.restart(draw, real[: length // 2])
+        question, unfinished = draw.choice(questions) if questions and draw.random() < 0.5 else ([], False)
+        row.restart(draw, question[: length // 2], unfinished)
 
     for row in rows:
         restart(row)

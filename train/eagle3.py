@@ -62,7 +62,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--tokens", type=whole, default=2_000_000, metavar="N", help="to generate (default: %(default)s)")
     add("--length", type=number(int, 32), default=512, metavar="N", help="tokens of a conversation (%(default)s)")
     add("--batch", type=whole, default=SHARD_ROWS, metavar="N", help="conversations written at a time (%(default)s)")
-    add("--prompts", type=Path, metavar="FILE", help="real questions for half of the conversations; no evaluation sets")
+    add("--prompts", type=Path, metavar="FILE", help="questions for half of them; it goes on where one ends in ...")
     add("--draft_vocab", type=whole, default=8192, metavar="N", help="the commonest tokens (%(default)s)")
     add("--layers", type=whole, default=1, metavar="N", help="of the draft (%(default)s)")
     add("--aux_layer_ids", type=id_list, metavar="IDS", help="layers whose input feeds the draft (2, half, last but 3)")
@@ -204,14 +204,10 @@ def validate(draft: Eagle3, rows: Rows, K: int, batch: int) -> dict:
     """Acceptance as metrics.py defines it, of the rounds that inference would run on the held-out greedy answers."""
     done: list[int] = []
     for part in torch.arange(min(VALIDATION_ROWS, len(rows))).split(batch):
-        with autocast(rows.device):
+        with torch.autocast(rows.device.type, dtype=torch.bfloat16):
             done += rounds(draft, rows.take(part), K, torch.bfloat16)
     per_position = [sum(kept > i for kept in done) / max(1, len(done)) for i in range(K)]
     return {"rounds": len(done), "acceptance_length": 1 + sum(per_position), "per_position": per_position}
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def train(args: argparse.Namespace, draft: Eagle3, target: Transformer, run: Path) -> None:
@@ -245,7 +241,7 @@ def train(args: argparse.Namespace, draft: Eagle3, target: Transformer, run: Pat
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed + epoch))
         data, unrolled = rows.take(order[place * args.rows :][: args.rows]), args.epochs[epoch]
         torch.manual_seed(args.seed + state["done"])
-        with autocast(device), command.compiler_needed():
+        with torch.autocast(device.type, dtype=torch.bfloat16), command.compiler_needed():
             loss = loss_of(draft, teacher, data, unrolled, args.decay, args.loss_share, torch.bfloat16)
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
@@ -363,8 +359,8 @@ def write_text(args: argparse.Namespace, folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ConfigError(f"{folder}: tokenizer_config.json: no chat template, which conversations need; add one")
-    asked = read_prompt_file(args.prompts) if args.prompts else []
-    questions = [tokenizer.encode(question.turns[0], bos=False) for question in asked]
+    asked = [prompt.turns[0] for prompt in read_prompt_file(args.prompts)] if args.prompts else []
+    questions = [(tokenizer.encode(text.removesuffix("..."), bos=False), text.endswith("...")) for text in asked]
     headers, seed = conversations.Headers.of(tokenizer), args.seed * 1_000_003 + count(args.data, "text")
     target = open_target(args, folder, None, args.batch)
     rows = conversations.rows_of(target, headers, args.batch, args.length, questions, seed)
