@@ -387,9 +387,15 @@ def test_a_draft_can_begin_with_anothers_weights(small, tmp_path, capsys):
         torch.load(tmp_path / "draft.data" / name / "best.pt", weights_only=True)["draft"] for name in ("draft", "more")
     )
     assert all(torch.allclose(more[name].float(), weight.float(), atol=1e-6) for name, weight in first.items())
+    assert run(tmp_path, *data, "--out", tmp_path / "less", "--epochs", "1", "--lr", "1e-9", "--draft_vocab", 32) == 0
+    less = torch.load(tmp_path / "draft.data/less/best.pt", weights_only=True)["draft"]
+    known, kept = (draft["d2t"] + torch.arange(len(draft["d2t"])) for draft in (first, less))
+    shared = torch.isin(kept, known)
+    assert shared.sum() == 32
+    assert torch.allclose(less["head.weight"][shared], first["head.weight"][torch.isin(known, kept)], atol=1e-6)
     capsys.readouterr()
     for option, value, named in (
-        ("--layers", 2, "n_layer"), ("--norm_output", "true", "norm_output"), ("--draft_vocab", 32, "draft_vocab_size"),
+        ("--layers", 2, "n_layer"), ("--norm_output", "true", "norm_output"), ("--fc_norm", "true", "fc_norm"),
     ):  # fmt: skip
         assert run(tmp_path, *data, "--out", tmp_path / named, option, value) == 2
         assert f"draft: {named}: is " in capsys.readouterr().err

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -35,7 +36,7 @@ from speculators_config import ConfigError, SpeculatorConfig
 from tokenizer import load_tokenizer
 from train import conversations, states
 from train.export import config_json, export
-from train.shards import GREEDY, count, fingerprint, settle_manifest, shard, write_json
+from train.shards import GREEDY, count, fingerprint, settle_manifest, shard, whole, write_json
 from train.unroll import Teacher, Unrolled, loss_of, rounds
 
 STAGES = ("generate", "extract", "train", "export")
@@ -43,6 +44,7 @@ SHARD_ROWS = 128
 EXTRACT_BATCH = 2  # conversations: more rows than the processor's cache holds are slower
 VALIDATION_ROWS = 64  # of the first shard, which is never trained on
 CHECKED = 16  # held-out conversations that the exported draft decodes
+OF_ITS_VOCABULARY = ("embed.weight", "head.weight", "d2t", "t2d")
 LAYER = ("n_layer", "intermediate_size", "n_head", "n_kv_head", "head_dim", "norm_eps", "rope", "windows", "qk_norm")
 WARM_UP = 0.03  # of the steps
 
@@ -154,20 +156,22 @@ def new_draft(config: SpeculatorConfig, target: Transformer, ids: Tensor) -> Eag
 
 
 def open_draft(args: argparse.Namespace, config: SpeculatorConfig, target: Transformer) -> Eagle3:
-    """A new draft, or one with the weights and vocabulary of --init."""
+    """A new draft, or one with the weights of --init, whose vocabulary may be another."""
     torch.manual_seed(args.seed)
+    ids = commonest(args.data, config.draft_vocab_size)
     if not args.init:
-        return new_draft(config, target, commonest(args.data, config.draft_vocab_size))
+        return new_draft(config, target, ids)
     other = command.load_draft(configs.fit_to_target(configs.read_speculator(Path(args.init)), target.config), target)
     theirs, ours = (vars(kind.layer) | vars(kind) for kind in (other.config, config))
-    for name in (*configs.FLAGS, "aux_layer_ids", "draft_vocab_size", *LAYER):
+    for name in (*configs.FLAGS, "aux_layer_ids", *LAYER):
         if theirs[name] != ours[name]:
-            wrong = f"{name}: is {theirs[name]}, here {ours[name]}"
-            raise ConfigError(f"--init: {args.init}: {wrong}; give the same options")
+            raise ConfigError(f"--init: {args.init}: {name}: is {theirs[name]}, here {ours[name]}; give the same")
     if not torch.equal(other.embed.weight, target.embed.weight):
         raise ConfigError(f"--init: {args.init}: embed_tokens: is not the target's, as it is here; give another draft")
-    draft = new_draft(config, target, target_ids(other).cpu())
-    own = {name: tensor for name, tensor in draft.state_dict().items() if name in ("d2t", "t2d", "embed.weight")}
+    known = target_ids(other).cpu()
+    draft = new_draft(config, target, ids)
+    own = {name: tensor for name, tensor in draft.state_dict().items() if name in OF_ITS_VOCABULARY}
+    own["head.weight"][torch.isin(ids, known)] = other.head.weight[torch.isin(known, ids)].float()
     draft.load_state_dict(other.state_dict() | own)
     return draft
 
@@ -259,8 +263,8 @@ def train(args: argparse.Namespace, draft: Eagle3, target: Transformer, run: Pat
             own = {name: weight for name, weight in draft.state_dict().items() if name != "embed.weight"}
             if numbers["acceptance_length"] > state["best"]:
                 state["best"] = numbers["acceptance_length"]
-                keep(run / "best.pt", {"draft": own, "numbers": numbers})
-            keep(path, state | {"draft": own, "optimizer": optimizer.state_dict()})
+                whole(run / "best.pt", partial(torch.save, {"draft": own, "numbers": numbers}))
+            whole(path, partial(torch.save, state | {"draft": own, "optimizer": optimizer.state_dict()}))
             with (run / "log.jsonl").open("a") as log:
                 print(json.dumps({"step": state["done"]} | numbers), file=log)
             command.say(f"step {state['done']}/{state['total']}: loss {numbers['loss']:.3f}, {accepted(numbers)}")
@@ -274,11 +278,6 @@ def schedule(share: float) -> float:
 def accepted(numbers: dict) -> str:
     per_position = " ".join(f"{share:.3f}" for share in numbers["per_position"])
     return f"acceptance length {numbers['acceptance_length']:.3f}, accepted per position {per_position}"
-
-
-def keep(path: Path, what: dict) -> None:
-    torch.save(what, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------

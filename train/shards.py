@@ -7,7 +7,10 @@ are of.
 """
 
 import hashlib
+import itertools
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -25,23 +28,23 @@ def shard(folder: Path, kind: str, i: int) -> Path:
 
 def count(folder: Path, kind: str) -> int:
     """How many are there from the first on without a gap."""
-    i = 0
-    while shard(folder, kind, i).exists():
-        i += 1
-    return i
+    return next(i for i in itertools.count() if not shard(folder, kind, i).exists())
+
+
+def whole(path: Path, save: Callable[[Path], object]) -> None:
+    """The file is there only when `save` has written all of it."""
+    part = path.with_suffix(".part")
+    save(part)
+    part.replace(path)
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> None:
-    part = path.with_suffix(".part")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
-    part.replace(path)
+    whole(path, partial(save_file, {name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
 def write_json(path: Path, what: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(what, indent=2) + "\n")
-    part.replace(path)
+    whole(path, lambda part: part.write_text(json.dumps(what, indent=2) + "\n"))
 
 
 def fingerprint(target: Path) -> str:
