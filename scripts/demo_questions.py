@@ -1,12 +1,12 @@
 """Questions of many kinds, for the conversations that the demo's draft is trained on: what a target asks itself is
 mostly small talk, hardly ever code, sums or a text to shorten. Made of pieces written here; none is of a benchmark.
+Half of them are only begun: the target ends those itself.
 
     python -m scripts.demo_questions > questions.jsonl
 """
 
 import json
 import random
-from pydoc_data.topics import topics  # texts about Python that come with it: something long to summarize
 
 COUNT = 6000
 
@@ -67,6 +67,21 @@ fib(n: int) -> int:Return the n-th Fibonacci number.|transpose(rows: list) -> li
 second_largest(values: list) -> int:Return the second largest value.|is_sorted(values: list) -> bool:Is it ascending?
 remove_spaces(text: str) -> str:Remove all spaces.|histogram(text: str) -> dict:Count each character in text."""
 
+BEGINNINGS = """Summarize: (London) --|Summarize: The president|Summarize: A man who|Summarize: Police in
+Summarize: After|Summarize: Scientists have|Summarize: The company said|Summarize: In a match on Sunday
+Summarize: A new study|Summarize: It|Summarize: By a reporter. A woman from|Summarize the following article.\\n\\n
+Give the main points of this text: "The|Who|who was the first|When did|when was|Where is|where does the name
+What is the name of|how many|which|What year did|In which country|Who wrote|who played|what does it mean when
+how long does it take to|Which of these is|A farmer has|Anna buys|If a train leaves|A baker sells|There are
+Tom is twice as|In a class of|What is the sum of|The price of|Find the value of|How much does|A tank holds|Calculate
+The ratio of|Half of|Write a Python function that|Complete this function:\\n\\ndef|Implement a|Given a list of
+Write a program that|Finish:\\n\\ndef|What does this code do?\\n\\n|Write an SQL query|def|Explain this error:
+Write a C++ program|Imagine you are|Act as|Pretend to be|Rewrite the following|Extract the|Given the following
+Which word|Describe|Compose|Draft|Translate|Is it|Edit the following paragraph:|Identify
+Read this passage and answer:|Why do|Should|Compare|Explain|Suppose|Evaluate the following|Can you|I want to|My
+You are|Discuss|Name|Design|Create|Generate|Suggest|Classify|List|Give me|Tell me|Outline|Provide|Propose|Help me
+What are the|What if|How would you|How does|Could you explain|In the year|Please"""
+
 TASKS = """Complete this function:\\n\\n{}|Write the body of this Python function.\\n\\n{}|Finish this code:\\n{}
 Write a Python program that uses this function, and explain it step by step:\\n\\n{}|Write tests for this:\\n\\n{}"""
 
@@ -81,7 +96,7 @@ def stub(draw: random.Random) -> str:
 
 
 def question(draw: random.Random) -> str:
-    kind = draw.choices(("general", "asked", "sum", "code", "text"), (54, 10, 14, 12, 10))[0]
+    kind = draw.choices(("general", "asked", "sum", "code", "begun"), (30, 6, 10, 8, 46))[0]
     if kind == "general":
         return draw.choice(pieces(FORMS)).format(*draw.sample(pieces(TOPICS), 3))
     if kind == "asked":
@@ -93,9 +108,7 @@ def question(draw: random.Random) -> str:
         )
     if kind == "code":
         return draw.choice(pieces(TASKS)).format(stub(draw))
-    words = draw.choice(sorted(topics.values())).split()
-    begin = draw.randrange(max(1, len(words) - 120))
-    return "Summarize: " + " ".join(words[begin : begin + draw.randint(60, 120)])
+    return draw.choice(pieces(BEGINNINGS)) + "..."  # the target ends it
 
 
 if __name__ == "__main__":

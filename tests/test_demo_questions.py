@@ -20,10 +20,10 @@ def test_the_same_questions_each_time_and_a_prompt_file(tmp_path):
     questions = read_prompt_file(path)
     assert len(questions) == demo_questions.COUNT
     texts = Counter(question.turns[0] for question in questions)
-    assert len(texts) > demo_questions.COUNT / 2
+    assert len(texts) > demo_questions.COUNT / 3
     assert all(any(kind in text for text in texts) for kind in KINDS)
-    written = [text for text in texts if not text.startswith("Summarize: ")]
-    assert not any(mark in text for text in written for mark in ("{", "|", "\\n"))
+    assert not any(mark in text for text in texts for mark in ("{", "|", "\\n"))
+    assert sum(text.endswith("...") for text in texts) > 100
 
 
 def test_the_code_to_complete_is_python():
