@@ -54,23 +54,23 @@ def test_a_chain_is_the_same_whichever_others_are_left_out(case):
         torch.testing.assert_close(chains, all_chains[:, roots], rtol=0, atol=1e-5)
 
 
-def tiny_batch(draft, rows=3, length=24):
+def tiny_training(case, rows=3, length=24, steps=3):
+    """Target, draft, teacher and data."""
+    target, draft = open_pair(FIXTURES / "drafts" / case)
+    draft.positions = Unrolled(draft.config.layer, length - 1, steps)
     torch.manual_seed(0)
-    width = len(draft.config.aux_layer_ids) * draft.config.target_hidden_size
-    return {
+    data = {
         "ids": torch.randint(300, (rows, length)),
         "kinds": torch.randint(4, (rows, length), dtype=torch.uint8),
-        "aux": torch.randn(rows, length, width),
+        "aux": torch.randn(rows, length, draft.fc.in_features),
         "last": torch.randn(rows, length, draft.config.target_hidden_size),
     }
+    return target, draft, Teacher(target.norm, target.head.weight[: draft.config.draft_vocab_size]), data
 
 
 @pytest.mark.parametrize("case", ["eagle3_nbr_true", "eagle3_norm_output", "eagle3_two_layers_mixed"])
 def test_gradients_match_numerical_ones(case):
-    target, draft = open_pair(FIXTURES / "drafts" / case)
-    draft.positions = Unrolled(draft.config.layer, 23, 3)
-    teacher = Teacher(target.norm, target.head.weight[: draft.config.draft_vocab_size])
-    data = tiny_batch(draft)
+    _, draft, teacher, data = tiny_training(case)
     weights = [weight for name, weight in draft.named_parameters() if not name.startswith("embed.")]
     for weight in weights:
         weight.requires_grad_(True)
@@ -97,10 +97,7 @@ def loss_at(loss, weight, change) -> float:
 
 
 def test_steps_are_weighted_and_template_tokens_are_not_guessed():
-    target, draft = open_pair(FIXTURES / "drafts/eagle3_nbr_true")
-    draft.positions = Unrolled(draft.config.layer, 23, 3)
-    teacher = Teacher(target.norm, target.head.weight[: draft.config.draft_vocab_size])
-    data = tiny_batch(draft)
+    _, draft, teacher, data = tiny_training("eagle3_nbr_true")
     with torch.no_grad():
         one, two, three = (loss_of(draft, teacher, data, n, 0.5, 1.0, torch.float32) for n in (1, 2, 3))
         assert one > 0
@@ -116,10 +113,7 @@ def test_steps_are_weighted_and_template_tokens_are_not_guessed():
 
 
 def test_a_share_of_the_chains_has_the_loss_of_those_chains():
-    target, draft = open_pair(FIXTURES / "drafts/eagle3_nbr_true")
-    draft.positions = Unrolled(draft.config.layer, 23, 2)
-    teacher = Teacher(target.norm, target.head.weight[: draft.config.draft_vocab_size])
-    data = tiny_batch(draft)
+    target, draft, teacher, data = tiny_training("eagle3_nbr_true")
     with torch.no_grad():
         torch.manual_seed(3)
         some = loss_of(draft, teacher, data, 2, 0.5, 0.4, torch.float32)
@@ -370,10 +364,8 @@ def test_export_needs_a_trained_draft_and_a_checkpoint_its_own_options(small, tm
     error = capsys.readouterr().err
     assert "checkpoint.pt: is of a run with {'epochs': (1,), " in error
     assert "'steps': 4}; give the same options" in error
-    assert (
-        run(tmp_path, "--stage", "train", "--rows", 99, "--data", tmp_path / "draft.data", "--out", tmp_path / "big")
-        == 2
-    )
+    big = ["--data", tmp_path / "draft.data", "--out", tmp_path / "big", "--rows", 99]
+    assert run(tmp_path, "--stage", "train", *big) == 2
     assert "--rows: 99 is more than the 10 conversations; give less, or more --tokens" in capsys.readouterr().err
     assert run(tmp_path, "--stage", "export", "--draft_vocab", 32) == 2
     assert "config.json: another draft is in training here" in capsys.readouterr().err

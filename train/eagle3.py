@@ -45,7 +45,7 @@ EXTRACT_BATCH = 2  # conversations: more rows than the processor's cache holds a
 VALIDATION_ROWS = 64  # of the first shard, which is never trained on
 CHECKED = 16  # held-out conversations that the exported draft decodes
 OF_ITS_VOCABULARY = ("embed.weight", "head.weight", "d2t", "t2d")
-LAYER = ("n_layer", "intermediate_size", "n_head", "n_kv_head", "head_dim", "norm_eps", "rope", "windows", "qk_norm")
+FREE = ("context", "dtype", "model_type", "tied")  # what another draft's layer may have otherwise
 WARM_UP = 0.03  # of the steps
 
 
@@ -163,8 +163,8 @@ def open_draft(args: argparse.Namespace, config: SpeculatorConfig, target: Trans
         return new_draft(config, target, ids)
     other = command.load_draft(configs.fit_to_target(configs.read_speculator(Path(args.init)), target.config), target)
     theirs, ours = (vars(kind.layer) | vars(kind) for kind in (other.config, config))
-    for name in (*configs.FLAGS, "aux_layer_ids", *LAYER):
-        if theirs[name] != ours[name]:
+    for name in (*configs.FLAGS, "aux_layer_ids", *vars(config.layer)):
+        if theirs[name] != ours[name] and name not in FREE:
             raise ConfigError(f"--init: {args.init}: {name}: is {theirs[name]}, here {ours[name]}; give the same")
     if not torch.equal(other.embed.weight, target.embed.weight):
         raise ConfigError(f"--init: {args.init}: embed_tokens: is not the target's, as it is here; give another draft")
