@@ -8,7 +8,7 @@ Half of them are only begun: the target ends those itself.
 import json
 import random
 
-COUNT = 6000
+COUNT = 12000
 
 FORMS = """Write a short story about {}.|Write a poem about {}.|Explain {} to a ten-year-old child.|What is {}?
 Give me five tips on {}.|What are the advantages and disadvantages of {}?|Write an email to a colleague about {}.
@@ -29,7 +29,18 @@ Antarctica|inflation|jazz|vaccines|space telescopes|a gap year|meditation|the Fr
 cryptography|whales|a family budget|nuclear fusion|the Silk Road|street photography|dinosaurs|healthy breakfasts
 the water cycle|job interviews|renewable energy|medieval castles|pottery|DNA|open-source software|sleep|tides|democracy
 robots in hospitals|mountain hiking|the Great Wall of China|supply and demand|gravity|film music|high-speed trains
-rainforests|learning a second language|data privacy|ancient Egypt|houseplants|3D printing|the theory of evolution"""
+rainforests|learning a second language|data privacy|ancient Egypt|houseplants|3D printing|the theory of evolution
+a new phone|my neighbour's dog|a broken friendship|moving to a new city|the minimum wage|a lost key|acids and bases
+linear algebra|probability|the Cold War|trade between nations|a detective|a dragon|a talking tree|life on Mars|a king
+binary search|hash tables|a web server|regular expressions|a to-do list app|a restaurant review|a customer's complaint
+a quarterly report|a birthday party|a wedding|grammar|metaphors|Shakespeare|impressionist painting|opera|football
+swimming|vegetarian food|a chocolate cake|blood pressure|vitamins|the heart|the brain|headaches|stress|a sore throat
+magnets|lightning|the speed of light|atoms|plate tectonics|the ozone layer|deserts|rivers|elephants|penguins|spiders
+the United Nations|elections|taxes|insurance|mortgages|bankruptcy|antitrust law|copyright|human rights|privacy
+monetary policy|globalization|poverty|gender equality|social media|advertising|leadership|teamwork|negotiation
+a superhero|a time machine|a haunted house|a ship in a storm|a small village|two sisters|an old clock|the first snow
+Paris|Tokyo|New York|India|Brazil|Kenya|the Pacific Ocean|the Moon|Mount Everest|the Sahara|the Vikings|the samurai
+Albert Einstein|Marie Curie|Leonardo da Vinci|Napoleon|Cleopatra|Gandhi|Mozart|Isaac Newton|Queen Victoria|Plato"""
 
 ASKED = """who invented the {}|when was the {} invented|where was the first {} built|what is a {} made of
 why is a {} useful|how many parts does a {} have|who first used a {} in war|what does a {} cost|how big is a {}
@@ -67,20 +78,39 @@ fib(n: int) -> int:Return the n-th Fibonacci number.|transpose(rows: list) -> li
 second_largest(values: list) -> int:Return the second largest value.|is_sorted(values: list) -> bool:Is it ascending?
 remove_spaces(text: str) -> str:Remove all spaces.|histogram(text: str) -> dict:Count each character in text."""
 
-BEGINNINGS = """Summarize: (London) --|Summarize: The president|Summarize: A man who|Summarize: Police in
-Summarize: After|Summarize: Scientists have|Summarize: The company said|Summarize: In a match on Sunday
-Summarize: A new study|Summarize: It|Summarize: By a reporter. A woman from|Summarize the following article.\\n\\n
-Give the main points of this text: "The|Who|who was the first|When did|when was|Where is|where does the name
-What is the name of|how many|which|What year did|In which country|Who wrote|who played|what does it mean when
-how long does it take to|Which of these is|A farmer has|Anna buys|If a train leaves|A baker sells|There are
-Tom is twice as|In a class of|What is the sum of|The price of|Find the value of|How much does|A tank holds|Calculate
-The ratio of|Half of|Write a Python function that|Complete this function:\\n\\ndef|Implement a|Given a list of
-Write a program that|Finish:\\n\\ndef|What does this code do?\\n\\n|Write an SQL query|def|Explain this error:
-Write a C++ program|Imagine you are|Act as|Pretend to be|Rewrite the following|Extract the|Given the following
-Which word|Describe|Compose|Draft|Translate|Is it|Edit the following paragraph:|Identify
-Read this passage and answer:|Why do|Should|Compare|Explain|Suppose|Evaluate the following|Can you|I want to|My
-You are|Discuss|Name|Design|Create|Generate|Suggest|Classify|List|Give me|Tell me|Outline|Provide|Propose|Help me
-What are the|What if|How would you|How does|Could you explain|In the year|Please"""
+BEGINNINGS = """Who|who was the first|When did|when was|Where is|where does the name|What is the name of|how many
+which|What year did|In which country|Who wrote|who played|who sang|what does it mean when|how long does it take to
+where was|Which of these is|when does|what happened to|who is the author of|what type of|where do|A farmer has
+Anna buys|If a train leaves|A baker sells|There are|Tom is twice as|In a class of|What is the sum of|The price of
+Find the value of|How much does|A tank holds|Calculate|The ratio of|Half of|Write a Python function that
+Complete this function:\\n\\ndef|Implement a|Given a list of|Write a program that|Finish:\\n\\ndef
+What does this code do?\\n\\n|Write an SQL query|def|Explain this error:|Write a C++ program
+Complete the code:\\nfrom typing import List\\n\\ndef|Imagine you are|Act as|Pretend to be|Rewrite the following
+Extract the|Given the following|Which word|Describe|Compose|Draft|Translate|Is it|Edit the following paragraph:
+Identify|Read this passage and answer:|Why do|Should|Compare|Explain|Suppose|Evaluate the following|Can you|I want to
+My|You are|Discuss|Name|Design|Create|Generate|Suggest|Classify|List|Give me|Tell me|Outline|Provide|Propose|Help me
+What are the|What if|How would you|How does|Could you explain|In the year|Please
+Summarize the following article.\\n\\n|Give the main points of this text: "The"""
+
+ABOUT = """What is the relation between {} and|Write a paragraph on {} that|Explain {}, and|What would happen if {}
+In {}, what|Describe a scene with {} in which|How can I use {} to|Give an example of {} that|Why is {}|Write about {} as
+Think about {} and|Read this text about {} and answer the question.\\n\\n|Correct the grammar in this text on {}:
+Write a sonnet about {},|Here is a list of facts about {}:|Who was most important to {}|When was {}|Is it true that {}
+Write a letter to|As a teacher of {}, you|Solve this puzzle with {}:|Which of these belongs to {}:|Sort these by"""
+
+NEWS = """Summarize: {}|Summarize: {}|Summarize: ({}) {}|Summarize: By a reporter. {}|Summarize: {}. Scroll down for
+Summarize this article: {}|Summarize: {}, it was said on Monday"""
+
+SUBJECTS = """A mother of three|Two teenagers|Police officers|Residents|The prime minister|A football manager|The singer
+Researchers at a university|A judge|The airline|Firefighters|An 82-year-old man|Thousands of fans|An online shop
+Doctors|The actor|A school teacher|The president|A former soldier|The club|A woman who lost her home|Rescuers|The mayor
+The striker|A driver|A group of students|The supermarket|Officials|A scientist|The champion|The senator"""
+
+EVENTS = """in Florida|from Manchester|in Sydney|who lives in Texas|in the north of France|from Chicago|near Moscow
+at the weekend|in Lagos|from California|in Beijing|who was on holiday in Spain|in a small town in Ohio|in Glasgow"""
+
+DONE = """had to|told the newspaper that|will face|said on Tuesday that|revealed how|claimed that|won|lost|refused to
+may have discovered|could soon be|died when|asked|called for|found|won't be|returned|arrived|left|got|wanted to|made"""
 
 TASKS = """Complete this function:\\n\\n{}|Write the body of this Python function.\\n\\n{}|Finish this code:\\n{}
 Write a Python program that uses this function, and explain it step by step:\\n\\n{}|Write tests for this:\\n\\n{}"""
@@ -96,7 +126,7 @@ def stub(draw: random.Random) -> str:
 
 
 def question(draw: random.Random) -> str:
-    kind = draw.choices(("general", "asked", "sum", "code", "begun"), (30, 6, 10, 8, 46))[0]
+    kind = draw.choices(("general", "asked", "sum", "code", "news", "about", "begun"), (24, 3, 5, 6, 14, 16, 32))[0]
     if kind == "general":
         return draw.choice(pieces(FORMS)).format(*draw.sample(pieces(TOPICS), 3))
     if kind == "asked":
@@ -108,6 +138,11 @@ def question(draw: random.Random) -> str:
         )
     if kind == "code":
         return draw.choice(pieces(TASKS)).format(stub(draw))
+    if kind == "news":
+        begun = " ".join(draw.choice(pieces(part)) for part in (SUBJECTS, EVENTS, DONE))
+        return draw.choice(pieces(NEWS)).replace("({})", draw.choice(("(CNN) --", "(London)"))).format(begun) + "..."
+    if kind == "about":
+        return draw.choice(pieces(ABOUT)).format(draw.choice(pieces(TOPICS))) + "..."
     return draw.choice(pieces(BEGINNINGS)) + "..."  # the target ends it
 
 
