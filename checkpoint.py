@@ -1,29 +1,33 @@
-"""Opens checkpoints and maps names; names and layouts only: folder or Hub repository -> safetensors -> module.
+"""Checkpoints on disk: folder or Hub repository -> safetensors -> module, and back into a folder.
 
 open_checkpoint() finds the folder (of a Hub repository: the small files), fetch_weights() adds the safetensors,
-stored_tensors() reads their headers, load_weights() fills a module built on the meta device, strictly.
-No maths, no config fields, no tokenization here. File format: https://github.com/huggingface/safetensors."""
+stored_tensors() reads their headers, load_weights() fills a module built on the meta device, strictly; new_folder()
+writes one, whole or not at all. No maths, no config fields, no names of tensors, no tokenization here.
+File format: https://github.com/huggingface/safetensors."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from speculators_config import ConfigError, DecoderConfig, SpeculatorConfig, read_json
+from speculators_config import ConfigError, read_json
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 WEIGHTS = "model.safetensors"
+PICKLED = "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
     *("config.json", "generation_config.json", INDEX),
@@ -51,15 +55,15 @@ class Stored(NamedTuple):
 def open_checkpoint(name: str, role: str) -> Path:
     """The folder with the config and tokenizer files of `name`, a folder or a Hub repository.
 
-    role: "target" or "speculator"; errors name it, and the option that overrides it. The Hub is asked only where no
-    folder has that name; what it sends lies in the client's cache, in a folder named by the commit.
+    role: "target", "speculator" or "draft"; errors name it, and the option that overrides it. The Hub is asked only
+    where no folder has that name; what it sends lies in the client's cache, in a folder named by the commit.
     Raises ConfigError: no such folder or repository, no access, no network, no room.
     """
     folder = os.path.expanduser(name)
     if os.path.isdir(folder):
         return Path(folder)
     if os.path.exists(folder):
-        raise ConfigError(f"--{role}: {name}: a file; give the folder that holds it, with its config.json")
+        raise ConfigError(f"{_option(role)}: {name}: a file; give the folder that holds it, with its config.json")
     return _download(name, role, SMALL_FILES, revision=None)
 
 
@@ -84,7 +88,11 @@ def _download(name: str, role: str, files: Iterable[str], revision: str | None) 
     # OSError: offline, the disk. ValueError: a name that can't be a repository's, an answer that isn't the Hub's.
     # RuntimeError: whatever goes wrong, a full disk included, in hf_xet, which transfers large files.
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"--{role}: {name}: {_explain(error, role)}") from error
+        raise ConfigError(f"{_option(role)}: {name}: {_explain(error, role)}") from error
+
+
+def _option(role: str) -> str:
+    return "DRAFT" if role == "draft" else f"--{role}"  # the one that is not an option
 
 
 def _explain(error: Exception, role: str) -> str:
@@ -94,7 +102,7 @@ def _explain(error: Exception, role: str) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
         error = error.__cause__  # "not in the cache" is half of it; this is why it could not be fetched
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    local = f"give a local folder with --{role}"
+    local = f"give a local folder with {_option(role)}"
     token = f"set HF_TOKEN to a token that may read it (accept the licence on its page), or {local}"
     gone = isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError))  # or hidden from us
 
@@ -136,7 +144,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         )
     if absent:
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-        what = "pickled checkpoints are not read yet" if pickled else f"no weights, neither this file nor {INDEX}"
+        what = "pickled weights are not run" if pickled else f"no weights, neither this file nor {INDEX}"
         raise ConfigError(f"{folder}: {_some(pickled or [WEIGHTS])}: {what}; give a checkpoint saved as safetensors")
 
     stored = {}
@@ -177,6 +185,35 @@ def _opened(path: Path, framework: str) -> Iterator[safe_open]:
         raise ConfigError(
             f"{path}: not readable as safetensors ({error}); incomplete download? fetch it again"
         ) from error
+
+
+def load_tensors(folder: Path, name: str, role: str) -> dict[str, torch.Tensor]:
+    """Every tensor of what open_checkpoint(name, role) returned, as it is stored: from safetensors, or where there are
+    none from pytorch_model.bin. Raises ConfigError as stored_tensors does, and for a pickle of anything but tensors."""
+    fetch_weights(folder, name, role)
+    path, read = folder / PICKLED, {}
+    safe = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+    if not safe and not os.path.isdir(os.path.expanduser(name)):
+        _download(name, role, [PICKLED], revision=folder.name)
+    if not safe and path.exists():
+        return _unpickled(path)
+    for stored in stored_tensors(folder).values():
+        with _opened(stored.file, "pt") as file:
+            read[stored.name] = file.get_tensor(stored.name)
+    return read
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    import torch
+
+    try:
+        read = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+        what = "broken, or it holds more than tensors, which could run code"
+        raise ConfigError(f"{path}: not loaded: {what}; fetch it again, or give safetensors") from error
+    if not isinstance(read, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in read.values()):
+        raise ConfigError(f"{path}: not loaded: no table of tensors; give a checkpoint saved as safetensors")
+    return read
 
 
 # From headers to a module.
@@ -270,97 +307,35 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# From other people's names to ours.
+# To a folder.
 
 
-def layer_names(ours: str, theirs: str, config: DecoderConfig) -> dict[str, tuple[str, ...]]:
-    """One decoder layer, in the names of transformers and speculators: ours are fused, theirs several."""
-    names = {
-        f"{ours}.block.attention.qkv.weight": tuple(f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv"),
-        f"{ours}.block.attention.out.weight": (f"{theirs}.self_attn.o_proj.weight",),
-        f"{ours}.block.mlp_norm.weight": (f"{theirs}.post_attention_layernorm.weight",),
-        f"{ours}.block.mlp.gate_up.weight": (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
-        f"{ours}.block.mlp.down.weight": (f"{theirs}.mlp.down_proj.weight",),
-    }
-    if config.qkv_bias:
-        names[f"{ours}.block.attention.qkv.bias"] = tuple(f"{theirs}.self_attn.{part}_proj.bias" for part in "qkv")
-    if config.o_bias:
-        names[f"{ours}.block.attention.out.bias"] = (f"{theirs}.self_attn.o_proj.bias",)
-    if config.qk_norm:
-        names[f"{ours}.block.attention.q_norm.weight"] = (f"{theirs}.self_attn.q_norm.weight",)
-        names[f"{ours}.block.attention.k_norm.weight"] = (f"{theirs}.self_attn.k_norm.weight",)
-    return names
+def check_out(out: Path, mark: str) -> None:
+    """ConfigError unless `out` can be written: it is not there, is empty, or holds an earlier result, whose config.json
+    has the key `mark`."""
+    held, config = out.is_dir() and any(out.iterdir()), out / "config.json"
+    if not out.name or out.is_file() or (held and not (config.is_file() and mark in read_json(config))):
+        raise ConfigError(f"--out: {out}: is there and is none of ours; give another")
 
 
-def target_names(config: DecoderConfig, stored: Mapping[str, Stored]) -> dict[str, tuple[str, ...]]:
-    """model.Transformer's parameters -> the tensors of a llama-shaped checkpoint.
-
-    No `head.weight` where the head is tied: the checkpoint stores none and its config says so. A stored head is used,
-    whatever the config says; one that is neither stored nor tied is missing, which load_weights reports."""
-    names = {"embed.weight": ("model.embed_tokens.weight",), "norm.weight": ("model.norm.weight",)}
-    for i in range(config.n_layer):
-        names[f"layers.{i}.norm.weight"] = (f"model.layers.{i}.input_layernorm.weight",)
-        names |= layer_names(f"layers.{i}", f"model.layers.{i}", config)
-    if "lm_head.weight" in stored or not config.tied:
-        names["head.weight"] = ("lm_head.weight",)
-    return names
-
-
-def draft_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """A draft's tensors under the names of today's speculators format: some converters kept EAGLE's or a prefix.
-
-    Raises ConfigError where two tensors would get one name."""
-    renamed = {}
-    for name, tensor in stored.items():
-        ours = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
-        if ours in renamed:
-            raise ConfigError(f"{tensor.file}: {name}: the same tensor as {renamed[ours].name}; remove one of them")
-        renamed[ours] = tensor
-    return renamed
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes it, in place of what was there, once the block has ended without an error."""
+    scratch = out.with_name(out.name + ".part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        shutil.rmtree(out, ignore_errors=True)
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def eagle3_names(
-    config: SpeculatorConfig, stored: Mapping[str, Stored]
-) -> tuple[SpeculatorConfig, dict[str, tuple[str, ...]]]:
-    """eagle3.Eagle3's parameters -> the tensors of a speculators checkpoint; the config, settled by what is stored.
+def write_checkpoint(folder: Path, raw: dict, tensors: dict[str, torch.Tensor]) -> None:
+    """config.json and model.safetensors."""
+    from safetensors.torch import save_file
 
-    Embedding and head are named only where they are stored; q/k norms too, where the config names no model_type (what
-    that means has changed between versions). Raises ConfigError where config and tensors contradict each other."""
-    path, layer = config.folder / "config.json", config.layer
-    if not layer.model_type:
-        layer = replace(layer, qk_norm="layers.0.self_attn.q_norm.weight" in stored)
-    layers = {name.split(".")[1] for name in stored if name.startswith("layers.")}
-    if len(layers) != layer.n_layer:
-        wrong = f"the config says {layer.n_layer}, the weights hold {len(layers)}"
-        raise ConfigError(f"{path}: transformer_layer_config.num_hidden_layers: {wrong}; correct the file")
-    width, n = config.target_hidden_size, len(config.aux_layer_ids)
-    if "fc.weight" in stored and stored["fc.weight"].shape[-1] != n * width:
-        wrong = f"{n} layers of {width} do not make the {stored['fc.weight'].shape[-1]} columns of fc.weight"
-        field = f"{path}: eagle_aux_hidden_state_layer_ids"
-        where, fix = (
-            (config.aux_source, "give others")
-            if config.aux_source.startswith("--")
-            else (field, "give --aux_layer_ids")
-        )
-        raise ConfigError(f"{where}: {wrong}; {fix}")
-    names = {
-        "fc.weight": ("fc.weight",),
-        "norm.weight": ("norm.weight",),
-        "first.embed_norm.weight": ("layers.0.input_layernorm.weight",),
-        "first.feature_norm.weight": ("layers.0.hidden_norm.weight",),
-        **layer_names("first", "layers.0", layer),
-    }
-    for i in range(1, layer.n_layer):
-        names[f"layers.{i - 1}.norm.weight"] = (f"layers.{i}.input_layernorm.weight",)
-        names |= layer_names(f"layers.{i - 1}", f"layers.{i}", layer)
-    if config.norm_before_fc:
-        names["input_norm.weight"] = ("input_norm.weight",)
-    if config.fc_norm:
-        names |= {f"fc_norm.{i}.weight": (f"fc_norm.{i}.weight",) for i in range(n)}
-    own = {"embed.weight": "embed_tokens.weight", "head.weight": "lm_head.weight", "d2t": "d2t", "t2d": "t2d"}
-    names |= {ours: (theirs,) for ours, theirs in own.items() if theirs in stored}
-    if config.draft_vocab_size < layer.vocab_size:
-        names |= {"d2t": ("d2t",), "head.weight": ("lm_head.weight",)}  # neither can be had from the target
-    if layer.hidden_size != width:
-        names |= {"embed.weight": ("embed_tokens.weight",), "head.weight": ("lm_head.weight",)}
-    return replace(config, layer=layer), names
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)  # which safetensors makes its writer's alone

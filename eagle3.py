@@ -72,6 +72,13 @@ class Eagle3(nn.Module):
                 self.d2t = None  # the identity
         self.t2d = None
 
+    def looks_untrained(self) -> bool:
+        """Does its first layer look as if nobody had trained it? Converters have saved such layers, and then hardly a
+        token is accepted, which nothing else would show."""
+        block, widths = self.first.block, (self.first.embed_norm, self.first.feature_norm, self.first.block.mlp_norm)
+        std = block.attention.qkv.weight.float().std().item()
+        return all((norm.weight == 1).all() for norm in widths) and abs(std - 0.02) < 0.002
+
     def allocate(self, batch: int, slots: int) -> None:
         """Makes caches and the draft's own rotary table, sized by the run; called once, before compiling."""
         allocate_caches(self, batch, slots)

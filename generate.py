@@ -28,18 +28,10 @@ except ModuleNotFoundError as error:  # the first thing that a newcomer meets ou
     print(f"error: python: {error.name} is not installed; run make demo, then: . .venv/bin/activate", file=sys.stderr)
     sys.exit(2)
 
-from convert_hf_checkpoint import (
-    TOLERATED,
-    draft_tensors,
-    eagle3_names,
-    fetch_weights,
-    load_weights,
-    open_checkpoint,
-    stored_tensors,
-    target_names,
-)
+from checkpoint import TOLERATED, fetch_weights, load_weights, open_checkpoint, stored_tensors
+from convert_hf_checkpoint import draft_tensors, eagle3_names, target_names
 from metrics import Answer, describe, describe_baseline, doubt, ratio, result, totals
-from options import parse_args
+from options import parse_args, say
 from prompts import Dialogue, Question, read_prompt_file
 from speculators_config import (
     ConfigError,
@@ -249,6 +241,8 @@ def load_draft(config: SpeculatorConfig, target: Transformer) -> nn.Module:
     weight = target.norm.weight
     say_ignored(load_weights(draft, names, stored, tolerated=TOLERATED, device=weight.device, dtype=weight.dtype))
     draft.settle(target.embed, target.head)
+    if draft.looks_untrained():
+        say(f"notice: {config.folder}: the first layer looks untrained; was it lost in a conversion?")
     owner = {True: "the draft's own", False: "the target's"}
     say(f"draft: embedding {owner['embed.weight' in names]}, head {owner['head.weight' in names]}")
     return draft.eval()
@@ -449,11 +443,6 @@ class Session:
 # ---- main ------------------------------------------------------------------------------------------------------------
 
 
-def say(line: str) -> None:
-    """Notices, statistics and errors: stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def write(text: str) -> None:
     """Streams to stdout; what its encoding lacks is replaced rather than fatal."""
     encoding = sys.stdout.encoding or "utf-8"
@@ -501,19 +490,6 @@ def run(plan: Plan, answers: list[Answer]) -> None:
             "totals": numbers,
         }
         print(json.dumps(record), flush=True)
-
-
-def exit_code(work: Callable[[], None], interrupted: str = "interrupted") -> int:
-    """Runs a command of bench/ or train/; what the user can fix, and Ctrl-C, are one line."""
-    try:
-        work()
-    except ConfigError as error:
-        say("error: " + " ".join(str(error).split()))
-        return 2
-    except KeyboardInterrupt:
-        say(f"\n{interrupted}")
-        return 130
-    return 0
 
 
 def main(argv: list[str]) -> int:

@@ -1,8 +1,10 @@
-"""The command line: its options, their ranges, and which of them go together. Knows no config and no model."""
+"""The command line: options, their ranges, which of them go together, and how a command ends. Knows no config and no
+model."""
 
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,3 +139,24 @@ def check_combinations(args: argparse.Namespace) -> None:
     ):
         if applies:
             raise ConfigError(message)
+
+
+# ---- how a command ends ----------------------------------------------------------------------------------------------
+
+
+def say(line: str) -> None:
+    """Notices, statistics and errors: stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def exit_code(work: Callable[[], None], interrupted: str = "interrupted") -> int:
+    """Runs any other command than generate.py; what the user can fix, and Ctrl-C, are one line."""
+    try:
+        work()
+    except ConfigError as error:
+        say("error: " + " ".join(str(error).split()))
+        return 2
+    except KeyboardInterrupt:
+        say(f"\n{interrupted}")
+        return 130
+    return 0

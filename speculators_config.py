@@ -329,8 +329,10 @@ def read_speculator(
     fields = Fields(folder / "config.json", read_json(folder / "config.json"))
     algorithm = fields.get("speculators_model_type", str)
     if algorithm is None:
-        wrong = "missing, so this is no checkpoint in speculators format"
-        fix = "targets are given as --target; drafts of other families (SafeAILab, SpecForge, ...) are not read yet"
+        wrong, fix = "missing, so this is no checkpoint in speculators format", "a target is given as --target"
+        if is_foreign(fields.raw):
+            wrong = "missing, so this is another family's draft"
+            fix = f"convert it: python convert_hf_checkpoint.py {folder} --target PATH_OR_REPO --out DIR"
         raise fields.error("speculators_model_type", wrong, fix)
     if algorithm not in ALGORITHMS:
         raise fields.error("speculators_model_type", f"'{algorithm}' is not read yet", f"{', '.join(ALGORITHMS)} is")
@@ -371,6 +373,13 @@ def read_speculator(
         notices=tuple(notices),
         **flags,
     )
+
+
+def is_foreign(raw: dict) -> bool:
+    """Does a config.json without speculators' marks describe an EAGLE-3 draft? draft_families.py reads those."""
+    keys = ("draft_vocab_size", "truncated_vocab_size", "eagle_config", "aux_hidden_states_layer_ids")
+    looks = any(key in raw for key in keys) or "Eagle3" in str(raw.get("architectures"))
+    return looks and "transformer_layer_config" not in raw
 
 
 def find_target(config: SpeculatorConfig, override: str | None) -> str:

@@ -108,7 +108,7 @@ def run(argv: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code, as generate.main does."""
-    return generate.exit_code(lambda: run(argv))
+    return options.exit_code(lambda: run(argv))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from statistics import median
 
 from bench.peer_setup import HOME, OFFLINE, PEERS, ROOT, PeerError, last_words, say, set_up
 from bench.questions import QUESTIONS
-from convert_hf_checkpoint import fetch_weights
+from checkpoint import fetch_weights
 from generate import make_plan
 from metrics import ratio
 from options import Parser, number, underscored

@@ -388,7 +388,7 @@ def run_all(argv: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code, as generate.main does."""
-    return generate.exit_code(lambda: run_all(argv))
+    return options.exit_code(lambda: run_all(argv))
 
 
 if __name__ == "__main__":

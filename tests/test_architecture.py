@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # From the first stop on the path to the last: a file imports only those before it. A new file takes its place here.
-PATH = ["speculators_config", "sampling", "tokenizer", "options", "prompts", "metrics", "convert_hf_checkpoint"]
-PATH += ["model", "cpu_kernels", "eagle3", "speculate", "generate"]
+PATH = ["speculators_config", "sampling", "tokenizer", "options", "prompts", "metrics", "checkpoint", "draft_families"]
+PATH += ["model", "cpu_kernels", "eagle3", "convert_hf_checkpoint", "speculate", "generate"]
 
 
 def nodes(tree: ast.AST):

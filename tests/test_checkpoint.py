@@ -13,18 +13,8 @@ from conftest import FIXTURES
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from convert_hf_checkpoint import (
-    INDEX,
-    TOLERATED,
-    Stored,
-    draft_tensors,
-    eagle3_names,
-    fetch_weights,
-    load_weights,
-    open_checkpoint,
-    stored_tensors,
-    target_names,
-)
+from checkpoint import INDEX, TOLERATED, Stored, fetch_weights, load_weights, open_checkpoint, stored_tensors
+from convert_hf_checkpoint import draft_tensors, eagle3_names, target_names
 from eagle3 import Eagle3
 from generate import load_target
 from speculators_config import ConfigError, read_speculator, read_target
@@ -92,7 +82,7 @@ def test_a_local_folder_needs_no_hub_client(tmp_path):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('the Hub was asked')")
     code = (
-        "from convert_hf_checkpoint import fetch_weights, open_checkpoint\n"
+        "from checkpoint import fetch_weights, open_checkpoint\n"
         "folder = open_checkpoint('owner/name', 'target')\n"
         "print(folder, fetch_weights(folder, 'owner/name', 'speculator'))"
     )
@@ -202,9 +192,7 @@ def test_of_two_copies_the_index_picks_one(name, shard, copy_in, sharded):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt"])
 def test_pickled_checkpoints_are_refused(name, tmp_path):
     (tmp_path / name).touch()
-    with pytest.raises(
-        ConfigError, match=f"{tmp_path}: {name}: pickled checkpoints are not read yet; give a checkpoint saved"
-    ):
+    with pytest.raises(ConfigError, match=f"{tmp_path}: {name}: pickled weights are not run; give a checkpoint saved"):
         stored_tensors(tmp_path)
 
 
@@ -607,7 +595,7 @@ def kilobytes(field):
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])
 
 before = kilobytes("VmRSS")
-from convert_hf_checkpoint import load_weights, stored_tensors
+from checkpoint import load_weights, stored_tensors
 stored = stored_tensors(Path(sys.argv[1]))
 with torch.device("meta"):
     module = nn.Sequential(*(nn.Linear(1024, rows, bias=False) for rows in [32768] + [8192] * 8))

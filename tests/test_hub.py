@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from convert_hf_checkpoint import _explain
+from checkpoint import _explain
 
 ROOT = Path(__file__).parent.parent
 SHARDED = Path(__file__).parent / "fixtures" / "targets" / "llama_sharded"
@@ -40,7 +40,7 @@ OPEN, FETCH = ("open", "org/sharded", "target"), ("fetch", "org/sharded", "targe
 # Runs each case and prints its result on one line.
 CASES = """
 import json, sys
-from convert_hf_checkpoint import fetch_weights, open_checkpoint, stored_tensors
+from checkpoint import fetch_weights, open_checkpoint, stored_tensors
 from speculators_config import ConfigError
 for call, name, role in json.loads(sys.argv[1]):
     try:

@@ -5,6 +5,7 @@ import shlex
 
 from conftest import FIXTURES
 
+import convert_hf_checkpoint
 from options import parse_args
 
 ROOT = FIXTURES.parents[1]
@@ -16,6 +17,10 @@ def test_its_commands_are_commands():
     assert len(commands) >= 4
     for command in commands:
         assert parse_args(shlex.split(command)).speculator
+    conversions = re.findall(r"^python convert_hf_checkpoint\.py (.+)$", README, re.MULTILINE)
+    assert conversions
+    for command in conversions:
+        assert convert_hf_checkpoint.parse_args(shlex.split(command)).out
 
 
 def test_its_make_targets_exist():

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from bench.run import show_progress
-from generate import say
 from model import Transformer
+from options import say
 from speculators_config import ConfigError
 from tokenizer import Tokenizer
 from train.shards import ANSWER, GREEDY, QUESTION, TEMPLATE, count, shard, write

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 import generate as command
 import speculators_config as configs
 from bench.run import show_progress
-from convert_hf_checkpoint import fetch_weights, open_checkpoint
+from checkpoint import check_out, fetch_weights, open_checkpoint
 from cpu_kernels import freed_memory_given_back
 from eagle3 import Eagle3
 from metrics import Answer, totals
 from model import Transformer
-from options import Parser, id_list, number, underscored
+from options import Parser, exit_code, id_list, number, underscored
 from options import parse_args as command_args
 from prompts import read_prompt_file
 from speculators_config import ConfigError, SpeculatorConfig
@@ -82,10 +82,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--no_compile", dest="compile", action="store_false", help="run everything as plain PyTorch, more slowly")
     add("--seed", type=number(int, 0, 2**31), default=0, metavar="N")
     args = parser.parse_args([underscored(arg) for arg in argv])
-    held, config = args.out.is_dir() and any(args.out.iterdir()), args.out / "config.json"
-    draft = config.is_file() and "speculators_model_type" in configs.read_json(config)
-    if not args.out.name or args.out.is_file() or (held and not draft):
-        raise ConfigError(f"--out: {args.out}: is there and is no draft; give another")
+    check_out(args.out, "speculators_model_type")
     args.data = args.data or args.out.with_name(args.out.name + ".data")
     args.target_name = args.target_name or args.target
     if min(args.epochs) < 1 or max(args.epochs) > 8:
@@ -347,7 +344,7 @@ def run_stages(argv: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code, as generate.main does."""
-    return command.exit_code(lambda: run_stages(argv), "interrupted; the same command goes on from here")
+    return exit_code(lambda: run_stages(argv), "interrupted; the same command goes on from here")
 
 
 def write_text(args: argparse.Namespace, folder: Path) -> None:

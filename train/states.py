@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from bench.run import show_progress
-from generate import say
 from model import Transformer
+from options import say
 from train.shards import count, shard, write
 
 
