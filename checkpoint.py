@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,18 +35,31 @@ SMALL_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.*"),
 )
 FLOATS = ("F32", "F16", "BF16")
-INTEGERS = {"torch.bool": ("BOOL",), "torch.int32": ("I32",), "torch.int64": ("I64", "I32")}
+CODES = ("I8", "F8_E4M3")  # of weights in eight bits: nothing without their scales
+EXACT = {
+    "torch.bool": ("BOOL",), "torch.int32": ("I32",), "torch.int64": ("I64", "I32"), "torch.int8": ("I8",),
+    "torch.float8_e4m3fn": ("F8_E4M3",),
+}  # fmt: skip
 # Stored by some writers; computed, or of no use, here.
-TOLERATED = (r".*rotary_emb\.inv_freq", r"verifier_(norm|lm_head)\.weight")
+TOLERATED = (r".*rotary_emb\.inv_freq", r"verifier_(norm|lm_head)\.weight", r".*\.(input|output|[qkv])_scale")
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies and what its file's header says of it; dtype as safetensors spells it ("BF16", "F8_E4M3")."""
+    """Where a tensor lies and what its file's header says of it; dtype as safetensors spells it ("BF16", "F8_E4M3").
+    Where `laid_out` makes it from what the file holds, shape and dtype are those of the result."""
 
     file: Path
     name: str  # in the file; a table of these may know it under another
     shape: tuple[int, ...]
     dtype: str
+    scale: str | None = None  # of codes: the name of their scales in the same table
+    group: int = 0  # of codes: the inputs that share a scale
+    laid_out: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def read(self) -> torch.Tensor:
+        with _opened(self.file, "pt") as file:
+            tensor = file.get_tensor(self.name)
+        return tensor if self.laid_out is None else self.laid_out(tensor)
 
 
 # From a name to a folder.
@@ -198,8 +211,7 @@ def load_tensors(folder: Path, name: str, role: str) -> dict[str, torch.Tensor]:
     if not safe and path.exists():
         return _unpickled(path)
     for stored in stored_tensors(folder).values():
-        with _opened(stored.file, "pt") as file:
-            read[stored.name] = file.get_tensor(stored.name)
+        read[stored.name] = stored.read()
     return read
 
 
@@ -231,13 +243,15 @@ def load_weights(
     """Fills a module built on the meta device, strictly both ways; everything is checked before a weight is read.
 
     names: our parameter or buffer -> the stored tensors that make it, one below the other (dim 0). Nothing else may be
-    stored, but for names that a regex of `tolerated` matches whole; those are returned, unread. Floats become `dtype`,
-    integers and bools stay.
+    stored, but for names that a regex of `tolerated` matches whole; those are returned, unread. Parameters become
+    `dtype`, also from codes with their scales; buffers keep the dtype that they have in the module.
     Tied parameters stay tied, none requires a gradient; non-persistent buffers without a name here are left alone.
     Raises ConfigError: a tensor missing or left over, a shape or dtype that does not fit.
     """
     import torch
     from torch import nn
+
+    from eight_bit import dequantised
 
     slots = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -254,18 +268,27 @@ def load_weights(
     # largest go first, so that the peak is the weights and a small tensor, not the weights and the embeddings twice.
     for name in sorted(names, key=lambda name: -slots[name].numel()):
         slot, parts = slots[name], names[name]
-        tensor = torch.empty(slot.shape, dtype=dtype if slot.is_floating_point() else slot.dtype, device=device)
+        kept = slot.dtype if not isinstance(slot, nn.Parameter) else dtype
+        tensor = torch.empty(slot.shape, dtype=kept, device=device)
         views = tensor.split([stored[part].shape[0] for part in parts]) if len(parts) > 1 else [tensor]
         for part, view in zip(parts, views, strict=True):
-            with _opened(stored[part].file, "pt") as file:
-                view.copy_(file.get_tensor(stored[part].name))
+            read, scale = stored[part].read(), stored[part].scale
+            if scale is not None and isinstance(slot, nn.Parameter):
+                read = dequantised(read, stored[scale].read(), stored[part].group)
+            view.copy_(read)
         made[id(slot)] = nn.Parameter(tensor, requires_grad=False) if isinstance(slot, nn.Parameter) else tensor
     for name, slot in slots.items():
         if id(slot) in made:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, made[id(slot)])
-    used = {part for parts in names.values() for part in parts}
+    used = _used(names, stored)
     return [name for name in stored if name not in used]
+
+
+def _used(names: dict[str, tuple[str, ...]], stored: dict[str, Stored]) -> dict[str, None]:
+    """What is read for `names`, in order; codes take their scales along."""
+    parts = {part: None for parts in names.values() for part in parts}
+    return parts | {stored[part].scale: None for part in parts if part in stored and stored[part].scale}
 
 
 def _check_fit(
@@ -275,17 +298,17 @@ def _check_fit(
     tolerated: Iterable[str],
 ) -> None:
     """Each name has its tensors, of a dtype and shapes that fit, and no stored tensor is without a name."""
-    used = {part: None for parts in names.values() for part in parts}  # in order, for the messages
+    used = _used(names, stored)
     missing = [part for part in used if part not in stored]
     if missing:
         folder = next(iter(stored.values())).file.parent
         raise ConfigError(f"{folder}: {_some(missing)}: not in the weights; do they belong to this config.json?")
     for name, parts in names.items():
         slot, shapes = slots[name], [stored[part].shape for part in parts]
-        readable = FLOATS if slot.is_floating_point() else INTEGERS[str(slot.dtype)]
+        readable = EXACT.get(str(slot.dtype), FLOATS)
         for part in parts:
-            file, stored_name, _, dtype = stored[part]
-            if dtype not in readable:  # 8-bit codes, whose scales are elsewhere, must never pass for weights
+            file, stored_name, _, dtype, scale, *_ = stored[part]
+            if dtype not in readable and scale is None:  # codes must never pass for weights
                 what = f"stored as {dtype}, not as {' or '.join(readable)}"
                 raise ConfigError(f"{file}: {stored_name}: {what}; give a checkpoint that stores it so, unquantised")
         height = sum(shape[0] for shape in shapes) if len(shapes) > 1 and all(shapes) else None

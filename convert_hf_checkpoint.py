@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoint import (
+    CODES,
     TOLERATED,
     Stored,
     check_out,
@@ -31,6 +32,7 @@ from speculators_config import (
     MAX_SPECULATIVE_TOKENS,
     ConfigError,
     DecoderConfig,
+    Quantisation,
     SpeculatorConfig,
     fit_to_target,
     read_json,
@@ -40,6 +42,7 @@ from speculators_config import (
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 # From other people's names to ours.
@@ -136,6 +139,102 @@ def eagle3_names(
     if layer.hidden_size != width:
         names |= {"embed.weight": ("embed_tokens.weight",), "head.weight": ("lm_head.weight",)}
     return replace(config, layer=layer), names
+
+
+# From codes and scales to weights.
+
+
+def eight_bit_tensors(stored: Mapping[str, Stored], quantisation: Quantisation | None) -> dict[str, Stored]:
+    """The table with codes that know their scales, under NAME.weight and NAME.weight_scale: scales as (out, groups),
+    int8s unpacked. Raises ConfigError: codes without scales, of another kind, where the config knows of none."""
+    if quantisation is None:
+        return dict(stored)  # where load_weights finds codes it refuses them
+    found = dict(stored)
+    for name, tensor in stored.items():
+        module, _, last = name.rpartition(".")
+        if last == ("weight_packed" if quantisation.packed else "weight") and tensor.dtype in (*CODES, "I32"):
+            if quantisation.packed:
+                tensor = unpacked(found, module, tensor)
+            wanted = {"int8": "I8", "fp8": "F8_E4M3"}[quantisation.codes]
+            where = f"{tensor.file}: {name}"
+            if tensor.dtype != wanted or len(tensor.shape) != 2:
+                raise ConfigError(f"{where}: stored as {tensor.dtype}, its quantization_config says {wanted}; mend it")
+            if quantisation.ignores(module):
+                raise ConfigError(
+                    f"{where}: stored as {tensor.dtype}, though its ignore list names it; mend the config"
+                )
+            scale = found.pop(f"{module}.{quantisation.scale}", None)
+            if scale is None:
+                raise ConfigError(f"{where}: no {module}.{quantisation.scale}; codes mean nothing without it")
+            group = min(quantisation.block[1], tensor.shape[1]) if quantisation.block else tensor.shape[1]
+            of = f"{module}.weight_scale"
+            found[f"{module}.weight"] = tensor._replace(scale=of, group=group)
+            found[of] = laid_out_scale(scale, tensor.shape, quantisation.block)
+    return found
+
+
+def unpacked(found: dict[str, Stored], module: str, packed: Stored) -> Stored:
+    """int8s that lie four in an int32, the first in its lowest byte, each plus 128."""
+    import torch
+
+    shape = found.pop(f"{module}.weight_shape", None)
+    if shape is None:
+        raise ConfigError(f"{packed.file}: {packed.name}: no {module}.weight_shape; fetch the file again")
+    rows, columns = (int(size) for size in shape.read())
+    del found[f"{module}.weight_packed"]
+    if packed.shape != (rows, -(-columns // 4)) or packed.dtype != "I32":
+        raise ConfigError(f"{packed.file}: {packed.name}: {list(packed.shape)} int32s do not hold {rows} x {columns}")
+
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.contiguous().view(torch.uint8)[:, :columns].int() - 128).to(torch.int8)
+
+    return Stored(packed.file, packed.name, (rows, columns), "I8", laid_out=laid_out)
+
+
+def laid_out_scale(scale: Stored, shape: tuple[int, ...], block: tuple[int, int] | None) -> Stored:
+    """(), (1), (out), (out, 1) or, in blocks, one for each -> (out, groups), in fp32."""
+    rows, columns = shape
+    height, width = (min(block[0], rows), min(block[1], columns)) if block else (1, columns)
+    made = (rows, -(-columns // width))
+    grid = (-(-rows // height), made[1])
+    if scale.shape not in ({grid} if block else {(), (1,), (1, 1), (rows,), grid}):
+        wrong = f"stored as {list(scale.shape)}, for codes of {list(shape)}"
+        raise ConfigError(f"{scale.file}: {scale.name}: {wrong}; does it belong to this config.json?")
+
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.float().reshape(-1, made[1]).repeat_interleave(height, dim=0)
+        return tensor[:rows].expand(made)
+
+    return Stored(scale.file, scale.name, made, scale.dtype, laid_out=laid_out)
+
+
+def with_eight_bit_linears(
+    model: nn.Module, names: dict[str, tuple[str, ...]], stored: Mapping[str, Stored]
+) -> dict[str, tuple[str, ...]]:
+    """Puts an EightBitLinear where all tensors that make a linear are codes alike; returns `names` with its scales'.
+
+    model: built on the meta device. A linear that is made of codes and of others is held in 16 bits."""
+    import torch
+    from torch import nn
+
+    from eight_bit import EightBitLinear, replace_children
+
+    names, dtypes = dict(names), {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
+
+    def eight_bit(path: str, linear: nn.Linear) -> nn.Module:
+        parts = [stored.get(part) for part in names.get(f"{path}.weight", ())]
+        kinds = {(part.dtype, part.group) if part and part.scale else None for part in parts} or {None}
+        if None in kinds or len(kinds) > 1:
+            return linear
+        ((dtype, group),) = kinds
+        names[f"{path}.scale"] = tuple(stored[part].scale for part in names[f"{path}.weight"])
+        with torch.device("meta"):
+            return EightBitLinear(
+                linear.in_features, linear.out_features, linear.bias is not None, dtypes[dtype], group
+            )
+
+    replace_children(model, nn.Linear, eight_bit)
+    return names
 
 
 # From other families' drafts to the speculators format.

@@ -3,7 +3,8 @@
 // the layouts it reads.
 //
 // All arithmetic is one kernel, `tile`: rows of x times 32 columns of w, over 32-bit *words* that hold two bfloat16 or
-// one float. Every sum runs in the same order whatever the number of rows, so that a row's result does not depend on
+// one float. Weights in eight bits become such words in registers, which costs nothing: the memory is what takes its time.
+// Every sum runs in the same order whatever the number of rows, so that a row's result does not depend on
 // its company: a row alone, as plain decoding has it, and the same row among K + 1 in a verification are equal bits. (So
 // -ffp-contract=fast: a product and a sum are one instruction in every version of `tile`, or else in none.)
 
@@ -17,7 +18,9 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,7 +30,7 @@
 #include <tuple>
 #include <utility>
 #include <vector>
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AVX512VBMI__)
 #include <immintrin.h>
 #endif
 
@@ -119,32 +122,110 @@ inline float sum_of(Floats x) {
   return total;
 }
 
-// y[r] = sum over k < n of x[r][k] * w[k], for R rows of words `x_stride` apart and 32 columns `w_stride` apart.
-template <class T, int R>
-void tile(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t w_stride, int64_t n, Floats (*y)[2]) {
+// 32 columns of words of T, `stride` words apart.
+template <class T>
+struct Plain {
+  static constexpr int kStep = 1;  // words of x that one of w is multiplied by
+  const uint32_t* words;
+  int64_t stride;
+
+  void load(int64_t k, Words& left, Words& right) const {
+    std::memcpy(&left, words + k * stride, sizeof left);
+    std::memcpy(&right, words + k * stride + 16, sizeof right);
+  }
+  static Floats add(Floats sum, Words w, const uint32_t* x) { return multiply_add<T>(sum, w, *x); }
+};
+
+// What a code means: a sign, and one of 128 magnitudes, all of them exactly bfloat16. `lowest`: the upper byte of what
+// minus zero stands for, which is -128 among int8s.
+struct Meaning {
+  alignas(64) std::array<uint8_t, 128> low{}, high{};
+  uint8_t lowest;
+
+  constexpr Meaning(bool is_float8) : lowest(is_float8 ? 0x80 : 0xc3) {
+    for (int i = 0; i < 128; i++) {
+      float value = i;
+      if (is_float8) {  // e4m3: 4 bits of exponent, 3 of mantissa; 127 is NaN
+        value = (i < 8 ? i : 8 + i % 8) / 512.0f;
+        for (int e = 1; e < i / 8; e++) value *= 2;
+      }
+      const uint32_t bits = is_float8 && i == 127 ? 0x7fc00000u : std::bit_cast<uint32_t>(value);
+      low[i] = bits >> 16 & 255, high[i] = bits >> 24;
+    }
+  }
+};
+constexpr Meaning kInt8Meaning(false), kFloat8Meaning(true);
+
+// Without AVX512-VBMI the tables are read number by number: right, but slower than weights of 16 bits.
+#ifdef __AVX512VBMI__
+constexpr bool kReadsCodes = true;
+#else
+constexpr bool kReadsCodes = false;
+#endif
+
+// 32 columns of codes. 64 of them are words of two inputs: of every 16, the first 8 are 4 left columns', the others 4
+// right ones'.
+template <class T>
+struct Codes {
+  static constexpr int kStep = 2 / kPerWord<T>;
+  const uint8_t* codes;
+  const Meaning& meaning;
+
+#ifdef __AVX512VBMI__
+  void load(int64_t k, Words& left, Words& right) const {
+    const auto table = [](const auto& bytes, int half) { return _mm512_load_si512(&bytes[64 * half]); };
+    const __m512i code = _mm512_loadu_si512(codes + 64 * k), sign = _mm512_set1_epi8(char(0x80));
+    const __m512i low = _mm512_permutex2var_epi8(table(meaning.low, 0), code, table(meaning.low, 1));
+    __m512i high = _mm512_permutex2var_epi8(table(meaning.high, 0), code, table(meaning.high, 1));
+    high = _mm512_ternarylogic_epi32(high, code, sign, 0xf8);  // high | (code & sign)
+    high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(code, sign), _mm512_set1_epi8(char(meaning.lowest)));
+    left = (Words)_mm512_unpacklo_epi8(low, high);
+    right = (Words)_mm512_unpackhi_epi8(low, high);
+  }
+#else
+  uint32_t number(uint8_t code) const {
+    if (code == 0x80) return meaning.lowest << 8;
+    return meaning.low[code & 127] | (meaning.high[code & 127] | (code & 128)) << 8;
+  }
+  void load(int64_t k, Words& left, Words& right) const {
+    for (int i = 0; i < 16; i++) {
+      const uint8_t* pair = codes + 64 * k + i / 4 * 16 + i % 4 * 2;
+      left[i] = number(pair[0]) | number(pair[1]) << 16;
+      right[i] = number(pair[8]) | number(pair[9]) << 16;
+    }
+  }
+#endif
+  static Floats add(Floats sum, Words w, const uint32_t* x) {
+    if constexpr (kStep == 1) return multiply_add<BFloat16>(sum, w, *x);
+    sum += (Floats)(w << 16) * as_float(x[0]);
+    return sum + (Floats)(w & 0xffff0000u) * as_float(x[1]);
+  }
+};
+
+// y[r] = sum over k < n of x[r][k] * w[k], for R rows of words `x_stride` apart and 32 columns of w.
+template <int R, class W>
+void tile(const uint32_t* x, int64_t x_stride, const W& w, int64_t n, Floats (*y)[2]) {
   Floats sums[R][2] = {};
   for (int64_t k = 0; k < n; k++) {
     Words left, right;
-    std::memcpy(&left, w + k * w_stride, sizeof left);
-    std::memcpy(&right, w + k * w_stride + 16, sizeof right);
+    w.load(k, left, right);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-      const uint32_t value = x[r * x_stride + k];
-      sums[r][0] = multiply_add<T>(sums[r][0], left, value);
-      sums[r][1] = multiply_add<T>(sums[r][1], right, value);
+      const uint32_t* value = x + r * x_stride + k * W::kStep;
+      sums[r][0] = W::add(sums[r][0], left, value);
+      sums[r][1] = W::add(sums[r][1], right, value);
     }
   }
   std::memcpy(y, sums, sizeof sums);
 }
 
 // The same for a number of rows, 1 to kRows, known only at run time.
-template <class T, int R = kRows>
-void tile(int rows, const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t w_stride, int64_t n,
-          Floats (*y)[2]) {
+template <class W, int R = kRows>
+void tile(int rows, const uint32_t* x, int64_t x_stride, const W& w, int64_t n, Floats (*y)[2]) {
   if constexpr (R > 1) {
-    if (rows < R) return tile<T, R - 1>(rows, x, x_stride, w, w_stride, n, y);
+    if (rows < R) return tile<W, R - 1>(rows, x, x_stride, w, n, y);
   }
-  tile<T, R>(x, x_stride, w, w_stride, n, y);
+  tile<R, W>(x, x_stride, w, n, y);
 }
 
 // ---- threads ---------------------------------------------------------------------------------------------------------
@@ -197,30 +278,61 @@ void in_team(bool much, const Work& work) {
 
 // ---- linear ----------------------------------------------------------------------------------------------------------
 
-// The products of `rows` rows of x, `in` numbers each, with `blocks` blocks of packed weights: for each row and block,
-// write(row, block, sums of its left columns, of its right ones).
-template <class T, class Write>
-void multiply(const Member& me, const T* x, const T* w, int64_t rows, int64_t in, int64_t blocks, const Write& write) {
-  const int64_t n = in / kPerWord<T>;
+// Packed weights, in blocks of 32 columns: numbers of the type of x; or 32 scales, and then codes.
+enum Kind : int64_t { kPlain, kInt8, kFloat8 };
+
+struct Matrix {
+  Kind kind;
+  const uint8_t* data;
+};
+
+int64_t block_bytes(int64_t kind, int64_t in, int64_t of_one) {
+  return kColumns * (kind == kPlain ? in * of_one : in + int64_t(sizeof(float)));
+}
+
+// The products of `rows` rows of x, `in` numbers each, with `blocks` blocks of weights, of which weights(block) is one:
+// for each row and block, write(row, block, sums of its left columns, of its right ones).
+template <class T, class Weights, class Write>
+void multiply(const Member& me, const T* x, int64_t rows, int64_t in, int64_t blocks, const Weights& weights,
+              const Write& write) {
+  const int64_t stride = in / kPerWord<T>;
   const auto [begin, end] = me.share(blocks);
   Floats sums[kRows][2];
   for (int64_t block = begin; block < end; block++) {
+    const auto w = weights(block);
     for (int64_t row = 0; row < rows; row += kRows) {  // meanwhile the block's weights stay in the core's cache
       const int count = std::min<int64_t>(kRows, rows - row);
-      tile<T>(count, words(x + row * in), n, words(w + block * kColumns * in), kColumns, n, sums);
+      tile(count, words(x + row * in), stride, w, stride / w.kStep, sums);
       for (int r = 0; r < count; r++) write(row + r, block, sums[r][0], sums[r][1]);
     }
   }
   me.wait();
 }
 
+template <class T, class Write>
+void multiply(const Member& me, const T* x, const Matrix& w, int64_t rows, int64_t in, int64_t blocks,
+              const Write& write) {
+  if (w.kind == kPlain) {
+    const auto plain = [&](int64_t block) {
+      return Plain<T>{words((const T*)w.data + block * kColumns * in), kColumns};
+    };
+    return multiply(me, x, rows, in, blocks, plain, write);
+  }
+  const Meaning& meaning = w.kind == kInt8 ? kInt8Meaning : kFloat8Meaning;
+  const auto scales = [&](int64_t block) { return (const float*)(w.data + block * block_bytes(w.kind, in, 1)); };
+  const auto codes = [&](int64_t block) { return Codes<T>{(const uint8_t*)(scales(block) + kColumns), meaning}; };
+  multiply(me, x, rows, in, blocks, codes, [&](int64_t row, int64_t block, Floats left, Floats right) {
+    write(row, block, left * load(scales(block)), right * load(scales(block) + 16));
+  });
+}
+
 int64_t blocks_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
 
 // y = x w^T (+ bias) (+ residual), rounded where PyTorch rounds. x (rows, in), y and residual (rows, out).
 template <class T>
-void linear_rows(const Member& me, const T* x, const T* w, const T* bias, const T* residual, T* y, int64_t rows,
+void linear_rows(const Member& me, const T* x, const Matrix& w, const T* bias, const T* residual, T* y, int64_t rows,
                  int64_t in, int64_t out) {
-  multiply<T>(me, x, w, rows, in, blocks_of(out), [&](int64_t row, int64_t block, Floats left, Floats right) {
+  multiply(me, x, w, rows, in, blocks_of(out), [&](int64_t row, int64_t block, Floats left, Floats right) {
     for (int64_t column = block * kColumns, half = 0; half < 2 && column < out; half++, column += 16) {
       const int64_t width = std::min<int64_t>(16, out - column);
       Floats sum = half ? right : left;
@@ -231,17 +343,20 @@ void linear_rows(const Member& me, const T* x, const T* w, const T* bias, const 
   });
 }
 
-// x (..., in) -> (..., out). packed (out / 32, in / p, 32, p): blocks of 32 outputs, in words of p inputs.
-Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out) {
+// x (..., in) -> (..., out). packed: blocks of 32 outputs, of kPlain (out / 32, in / p, 32, p), words of p inputs; of
+// codes (out / 32, bytes).
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out, int64_t kind) {
   const int64_t in = x.size(-1);
-  TORCH_CHECK(x.is_contiguous() && packed.size(1) * packed.size(3) == in && packed.size(0) == blocks_of(out), "x ",
-              x.sizes(), " of strides ", x.strides(), ", weights ", packed.sizes(), ", outputs ", out);
+  const int64_t bytes = blocks_of(out) * block_bytes(kind, in, x.element_size());
+  TORCH_CHECK(x.is_contiguous() && int64_t(packed.nbytes()) == bytes && (kind == kPlain || in % 2 == 0), "x ",
+              x.sizes(), " of strides ", x.strides(), ", weights ", packed.sizes(), " of kind ", kind, ", outputs ", out);
+  const Matrix w{Kind(kind), (const uint8_t*)packed.const_data_ptr()};
   auto shape = x.sizes().vec();
   shape.back() = out;
   Tensor y = at::empty(shape, x.options());
   auto run = [&]<class T>(T) {
     const T* added = bias ? bias->const_data_ptr<T>() : nullptr;
-    const T *from = x.const_data_ptr<T>(), *w = packed.const_data_ptr<T>();
+    const T* from = x.const_data_ptr<T>();
     T* to = y.mutable_data_ptr<T>();
     in_team(true, [&](const Member& me) {
       linear_rows<T>(me, from, w, added, nullptr, to, x.numel() / in, in, out);
@@ -310,13 +425,13 @@ struct Block {
     alignas(64) float scores[kRows][kChunk];
     alignas(64) T weights[kRows][kChunk];
     for (int64_t c = 0; c < kChunk; c += kColumns) {
-      tile<T>(rows, words(q), n, words(k + (begin + c) * head_dim), kColumns, n, sums);
+      tile(rows, words(q), n, Plain<T>{words(k + (begin + c) * head_dim), kColumns}, n, sums);
       for (int r = 0; r < rows; r++) std::memcpy(scores[r] + c, sums[r], sizeof sums[r]);
     }
     for (int r = 0; r < rows; r++) softmax(scores[r], r, begin, 1 / std::sqrt(float(head_dim)), weights[r], part);
     for (int64_t d = 0; d < head_dim; d += kColumns) {
-      const uint32_t* values = words(v + begin * head_dim) + d;
-      tile<T>(rows, words(weights[0]), kChunk / kPerWord<T>, values, head_dim, kChunk / kPerWord<T>, sums);
+      const Plain<T> values{words(v + begin * head_dim) + d, head_dim};
+      tile(rows, words(weights[0]), kChunk / kPerWord<T>, values, kChunk / kPerWord<T>, sums);
       for (int r = 0; r < rows; r++) std::memcpy(part.values + r * head_dim + d, sums[r], sizeof sums[r]);
     }
   }
@@ -480,8 +595,8 @@ void rotate(T* x, const float* cos, const float* sin, int64_t head_dim) {
 
 // y (rows, inner) = silu(gate) * up, where a block's left columns are gates and its right ones what they open.
 template <class T>
-void gated_rows(const Member& me, const T* x, const T* w, T* y, int64_t rows, int64_t in, int64_t inner) {
-  multiply<T>(me, x, w, rows, in, (inner + 15) / 16, [&](int64_t row, int64_t block, Floats gate, Floats up) {
+void gated_rows(const Member& me, const T* x, const Matrix& w, T* y, int64_t rows, int64_t in, int64_t inner) {
+  multiply(me, x, w, rows, in, (inner + 15) / 16, [&](int64_t row, int64_t block, Floats gate, Floats up) {
     const Floats g = rounded<T>(gate), falling = exponential(g < 0 ? g : -g);
     const Floats silu = g * (g < 0 ? falling : Floats{} + 1.0f) / (falling + 1.0f);
     const int64_t column = block * 16, width = std::min<int64_t>(16, inner - column);
@@ -489,16 +604,23 @@ void gated_rows(const Member& me, const T* x, const T* w, T* y, int64_t rows, in
   });
 }
 
-// Where one layer's weights are; nullptr where it has none (norm: where the caller has normed). sizes: numbers of each,
-// in this order.
+// Where one layer's weights are; nullptr where it has none (norm: where the caller has normed). sizes: bytes of each,
+// in this order; kinds: what the matrices' are.
 template <class T>
 struct Layer {
-  const T *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
+  const T *norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *mlp_norm;
+  Matrix qkv, out, gate_up, down;
   static constexpr size_t kParts = 10;
 
-  Layer(const T* weights, at::IntArrayRef sizes) {
-    const T** parts[] = {&norm, &qkv, &qkv_bias, &q_norm, &k_norm, &out, &out_bias, &mlp_norm, &gate_up, &down};
-    for (size_t i = 0; i < kParts; weights += sizes[i++]) *parts[i] = sizes[i] ? weights : nullptr;
+  Layer(const uint8_t* weights, at::IntArrayRef sizes, at::IntArrayRef kinds) {
+    const uint8_t* at[kParts];
+    for (size_t i = 0; i < kParts; weights += sizes[i++]) at[i] = sizes[i] ? weights : nullptr;
+    const T** vectors[kParts] = {&norm, nullptr, &qkv_bias, &q_norm, &k_norm, nullptr, &out_bias, &mlp_norm};
+    Matrix* matrices[kParts] = {nullptr, &qkv, nullptr, nullptr, nullptr, &out, nullptr, nullptr, &gate_up, &down};
+    for (size_t i = 0; i < kParts; i++) {
+      if (matrices[i]) *matrices[i] = Matrix{Kind(kinds[i]), at[i]};
+      if (vectors[i]) *vectors[i] = (const T*)at[i];
+    }
   }
 };
 
@@ -565,14 +687,14 @@ void run_layer(const Member& me, const Layer<T>& layer, T* x, const T* normed, c
 }
 
 // A stack of layers. x (B, T, D); normed (B, T, in) what the first one's attention reads, if that is not norm(x);
-// positions (B, T); cos_sin (2, B, T, 1, Hd / 2); weights: those of one layer after the other, of which `sizes` tells
-// the parts; caches (n_layer, 2, B, Hkv, S, Hd), keys and values
-// in their own orders; windows: each layer's, 0 for none; shape: heads, key heads, head
-// dim, inner. Returns x behind the last layer and, (B, T, n * D), as it enters those named in `taps` (n_layer: as it
-// leaves the last one). One tensor each for weights and caches: what Python hands over costs a microsecond apiece.
+// positions (B, T); cos_sin (2, B, T, 1, Hd / 2); weights: bytes, those of one layer after the other, of which `sizes`
+// and `kinds` tell the parts; caches (n_layer, 2, B, Hkv, S, Hd), keys and values in their own orders; windows: each
+// layer's, 0 for none; shape: heads, key heads, head dim, inner. Returns x behind the last layer and, (B, T, n * D), as
+// it enters those named in `taps` (n_layer: as it leaves the last one). One tensor each for weights and caches: what Python hands over costs a microsecond apiece.
 std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& normed, const Tensor& positions,
-                                  const Tensor& cos_sin, const Tensor& weights, at::IntArrayRef sizes, Tensor caches,
-                                  at::IntArrayRef windows, at::IntArrayRef shape, double eps, at::IntArrayRef taps) {
+                                  const Tensor& cos_sin, const Tensor& weights, at::IntArrayRef sizes,
+                                  at::IntArrayRef kinds, Tensor caches, at::IntArrayRef windows, at::IntArrayRef shape,
+                                  double eps, at::IntArrayRef taps) {
   const int64_t batch = x.size(0), tokens = x.size(1), rows = batch * tokens, size = x.size(2), n = taps.size();
   const int64_t heads = shape[0], kv_heads = shape[1], head_dim = shape[2], inner = shape[3], count = windows.size();
   const int64_t in = normed ? normed->size(2) : size, of_one = c10::sum_integers(sizes), slots = caches.size(4);
@@ -582,12 +704,17 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   TORCH_CHECK(caches.numel() == 2 * count * cache && caches.size(2) == batch && positions.numel() == rows &&
                   cos_sin.numel() == rows * head_dim, "caches ", caches.sizes(), ", positions ", positions.sizes(),
               ", cos and sin ", cos_sin.sizes());
-  TORCH_CHECK(sizes.size() == Layer<float>::kParts && (sizes[0] > 0) != normed.has_value() &&
-                  weights.numel() == count * of_one &&
-                  sizes[1] == blocks_of((heads + 2 * kv_heads) * head_dim) * kColumns * in &&
-                  sizes[5] == blocks_of(size) * kColumns * heads * head_dim &&
-                  sizes[8] == (inner + 15) / 16 * kColumns * size && sizes[9] == blocks_of(size) * kColumns * inner,
-              "weights ", weights.sizes(), " for ", count, " layers of ", sizes, ", x ", x.sizes(), ", shape ", shape);
+  const auto fits = [&](int part, int64_t blocks, int64_t in) {
+    const bool even = kinds[part] == kPlain || in % 2 == 0;
+    return even && sizes[part] == blocks * block_bytes(kinds[part], in, x.element_size());
+  };
+  TORCH_CHECK(sizes.size() == Layer<float>::kParts && kinds.size() == sizes.size() &&
+                  (sizes[0] > 0) != normed.has_value() && int64_t(weights.nbytes()) == count * of_one &&
+                  fits(1, blocks_of((heads + 2 * kv_heads) * head_dim), in) &&
+                  fits(5, blocks_of(size), heads * head_dim) && fits(8, (inner + 15) / 16, size) &&
+                  fits(9, blocks_of(size), inner) && caches.scalar_type() == x.scalar_type(),
+              "weights ", weights.sizes(), " for ", count, " layers of ", sizes, ", kinds ", kinds, ", x ", x.sizes(),
+              ", shape ", shape);
   for (const Tensor& input : {x, normed.value_or(x), positions, cos_sin, weights, caches})
     TORCH_CHECK(input.is_contiguous(), "sizes ", input.sizes(), ", strides ", input.strides());
   const int64_t* where = positions.const_data_ptr<int64_t>();
@@ -600,7 +727,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
                                               .first->second.part_numbers());
   Tensor y = at::empty_like(x), aux = at::empty({batch, tokens, n * size}, x.options());
   auto run = [&]<class T>(T) {
-    const T *w = weights.const_data_ptr<T>(), *given = normed ? normed->const_data_ptr<T>() : nullptr;
+    const T* given = normed ? normed->const_data_ptr<T>() : nullptr;
     T *stream = y.mutable_data_ptr<T>(), *keys = caches.mutable_data_ptr<T>(), *states = aux.mutable_data_ptr<T>();
     const float* angles = cos_sin.const_data_ptr<float>();
     std::memcpy(stream, x.const_data_ptr<T>(), rows * size * sizeof(T));
@@ -611,7 +738,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
           for (int64_t row = 0; me.index == 0 && taps[tap] == i && row < rows; row++)
             std::memcpy(states + (row * n + tap) * size, stream + row * size, size * sizeof(T));
         if (i == count) break;
-        const Layer<T> layer(w + i * of_one, sizes);
+        const Layer<T> layer((const uint8_t*)weights.const_data_ptr() + i * of_one, sizes, kinds);
         T* cached = keys + 2 * i * cache;
         if (layer.norm) norm_rows<T>(me, stream, layer.norm, eps, scratch.normed.get(), rows, size);
         run_layer<T>(me, layer, stream, layer.norm ? scratch.normed.get() : given,
@@ -627,10 +754,11 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
 }  // namespace
 
 TORCH_LIBRARY(eagle_fast, library) {
-  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out, int kind) -> Tensor");
+  library.def("reads_codes() -> bool", [] { return kReadsCodes; });
   library.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   library.def("layers(Tensor x, Tensor? normed, Tensor positions, Tensor cos_sin, Tensor weights, int[] sizes, "
-              "Tensor(a!) caches, int[] windows, int[] shape, float eps, int[] taps) -> (Tensor, Tensor)");
+              "int[] kinds, Tensor(a!) caches, int[] windows, int[] shape, float eps, int[] taps) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(eagle_fast, CPU, library) {

@@ -6,7 +6,8 @@ every model it is not called for, is plain PyTorch, which is the reference. Weig
 4 KB looking up addresses takes 5 to 25 % of the bandwidth.
 
 Layouts, in 32-bit words of p = 1 float or p = 2 bfloat16: weights (out / 32, in / p, 32, p), of an mlp's first ones 16
-rows of gate_proj and then the same 16 of up_proj; keys (B, Hkv, S / 32, Hd / p, 32, p), values (B, Hkv, S / p, Hd, p).
+rows of gate_proj and then the same 16 of up_proj; weights in eight bits as `pack_codes` lays them; keys
+(B, Hkv, S / 32, Hd / p, 32, p), values (B, Hkv, S / p, Hd, p).
 Shapes as in model.py.
 """
 
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from eight_bit import EightBitLinear
 from model import Block, RMSNorm, Stack
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -34,6 +36,7 @@ COLUMNS = 32  # outputs, or slots, that lie side by side
 CHUNK = 64  # slots: what attention takes at a time
 MAX_HEAD_DIM = 256
 HUGE_PAGE = 2 << 20  # bytes
+KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # of codes; 0: weights of the model's dtype
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
@@ -49,7 +52,7 @@ def load_library() -> None:
         raise OSError("they need a processor with AVX512")
     if not hasattr(torch.ops.eagle_fast, "linear"):
         torch.ops.load_library(str(build()))
-        torch.library.register_fake("eagle_fast::linear", lambda x, packed, bias, out: x.new_empty(*x.shape[:-1], out))
+        torch.library.register_fake("eagle_fast::linear", lambda x, w, bias, out, kind: x.new_empty(*x.shape[:-1], out))
         torch.library.register_fake("eagle_fast::norm", lambda x, *rest: torch.empty_like(x))
         torch.library.register_fake("eagle_fast::layers", fake_layers)
 
@@ -97,16 +100,16 @@ def reason(error: Exception) -> str:
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear over packed weights."""
+    """nn.Linear, or EightBitLinear, over packed weights."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, out_features: int):
+    def __init__(self, weight: Tensor, linear: nn.Linear | EightBitLinear):
         super().__init__()
-        self.out_features = out_features
+        self.out_features, self.kind = linear.out_features, KINDS.get(linear.weight.dtype, 0)
         self.register_buffer("weight", weight)
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.eagle_fast.linear(x.contiguous(), self.weight, self.bias, self.out_features)
+        return torch.ops.eagle_fast.linear(x.contiguous(), self.weight, self.bias, self.out_features, self.kind)
 
 
 class PackedNorm(nn.Module):
@@ -145,25 +148,27 @@ class PackedLayers(nn.Module):
         self.eps = blocks[0].mlp_norm.eps
         self.windows = [block.attention.window or 0 for block in blocks]
         layers = [parts(norm, block) for norm, block in zip(norms, blocks, strict=True)]
-        assert all(weight is None or weight.numel() for layer in layers for weight in layer), "packed before, elsewhere"
-        self.sizes = [packed_size(weight) for weight in paired(layers[0])]
-        self.register_buffer("weights", huge_block(len(layers) * sum(self.sizes), mlp.down.weight.dtype))
+        assert all(part is None or part.numel() for layer in layers for part, _ in layer), "packed before, elsewhere"
+        self.kinds = kinds(blocks[0])
+        self.sizes = [packed_bytes(*part) for part in paired(layers[0])]
+        self.register_buffer("weights", huge_block(len(layers) * sum(self.sizes), torch.uint8))
         for layer, place in zip(layers, self.weights.view(len(layers), -1), strict=True):
-            for weight, into in zip(paired(layer), place.split(self.sizes), strict=True):
-                pack(weight, into)
-            free(*layer)
+            for part, into in zip(paired(layer), place.split(self.sizes), strict=True):
+                pack(*part, into)
+            free(*(part for part, _ in layer))
 
-    def allocate_cache(self, batch: int, slots: int) -> None:
+    def allocate_cache(self, batch: int, slots: int, like: Tensor) -> None:
         """(n_layer, 2, B, Hkv, S, Hd): keys and values, those of one head in the orders that stand at the top."""
         assert slots % CHUNK == 0, f"{slots} slots, in chunks of {CHUNK}"
         _, n_kv_head, head_dim, _ = self.shape
         shape = (len(self.windows), 2, batch, n_kv_head, slots, head_dim)
-        caches = huge_block(math.prod(shape), self.weights.dtype).view(shape)
+        caches = huge_block(math.prod(shape), like.dtype).view(shape)
         self.register_buffer("caches", caches, persistent=False)
 
     def run(self, x: Tensor, normed: Tensor | None, positions: Tensor, cos_sin: Tensor, taps: Sequence[int]):
-        inputs = (x.contiguous(), normed, positions.contiguous(), cos_sin.contiguous(), self.weights, self.sizes)
-        return torch.ops.eagle_fast.layers(*inputs, self.caches, self.windows, self.shape, self.eps, taps)
+        inputs = (x.contiguous(), normed, positions.contiguous(), cos_sin.contiguous())
+        weights = (self.weights, self.sizes, self.kinds)
+        return torch.ops.eagle_fast.layers(*inputs, *weights, self.caches, self.windows, self.shape, self.eps, taps)
 
 
 class PackedStack(PackedLayers):
@@ -188,18 +193,26 @@ class PackedBlock(PackedLayers):
         return self.run(x, normed.contiguous(), positions, cos_sin, ())[0]
 
 
-def parts(norm: RMSNorm | None, block: Block) -> list[nn.Parameter | None]:
+Part = tuple[Tensor | None, Tensor | None]  # a weight, or codes, or a vector; the scales of codes
+
+
+def parts(norm: RMSNorm | None, block: Block) -> list[Part]:
     """A layer's weights in the operator's order."""
     attention, mlp = block.attention, block.mlp
+    qkv, out = attention.qkv, attention.out
     return [
-        weight_of(norm), attention.qkv.weight, attention.qkv.bias, weight_of(attention.q_norm),
-        weight_of(attention.k_norm), attention.out.weight, attention.out.bias, block.mlp_norm.weight,
-        mlp.gate_up.weight, mlp.down.weight,
+        part_of(norm), part_of(qkv), (qkv.bias, None), part_of(attention.q_norm), part_of(attention.k_norm),
+        part_of(out), (out.bias, None), part_of(block.mlp_norm), part_of(mlp.gate_up), part_of(mlp.down),
     ]  # fmt: skip
 
 
-def weight_of(norm: RMSNorm | None) -> nn.Parameter | None:
-    return None if norm is None else norm.weight
+def part_of(module: nn.Module | None) -> Part:
+    return getattr(module, "weight", None), getattr(module, "scale", None)
+
+
+def kinds(block: Block) -> list[int]:
+    """Of each part of a layer."""
+    return [0 if part is None else KINDS.get(part.dtype, 0) for part, _ in parts(None, block)]
 
 
 def per_word(dtype: torch.dtype) -> int:
@@ -214,10 +227,12 @@ def install(*models: nn.Module) -> None:
     Before `allocate`.
 
     What the operators do not do stays as it is: float16, inputs of no whole number of words, heads that are no multiple
-    of 32 wide. Raises OSError or subprocess.CalledProcessError as load_library does, and then has changed nothing."""
+    of 32 wide. EightBitLinears are all replaced: those that `reads` refuses are to be gone. Raises OSError or
+    subprocess.CalledProcessError as load_library does, and then has changed nothing."""
     load_library()
     modules = [module for model in models for module in model.modules()]
     packable = {linear.weight for linear in modules if isinstance(linear, nn.Linear) and fits(linear)}
+    packable |= {linear.weight for linear in modules if isinstance(linear, EightBitLinear)}
     packed: dict[Tensor, Tensor] = {}
     made: dict[nn.Module, nn.Module] = {}
 
@@ -237,58 +252,81 @@ def fits(linear: nn.Linear) -> bool:
     return linear.weight.dtype in DTYPES and linear.in_features % per_word(linear.weight.dtype) == 0
 
 
+def reads(linear: EightBitLinear, dtype: torch.dtype) -> bool:
+    """May `install` replace it in a model of this dtype? Once load_library is through."""
+    suits = dtype in DTYPES and linear.scale.size(1) == 1 and linear.in_features % 2 == 0
+    return suits and torch.ops.eagle_fast.reads_codes()
+
+
 def replacement(module: nn.Module, packable: set[Tensor], packed: dict[Tensor, Tensor]) -> nn.Module:
     """What stands for `module`: itself, where there is nothing to gain. packable: linears' weights that may be packed;
     packed: what became of those that were."""
+    if isinstance(module, EightBitLinear):
+        return PackedLinear(pack_once(*part_of(module), packed), module)
     if isinstance(module, nn.Linear) and module.weight in packable:
-        return PackedLinear(pack_once(module.weight, packed), module.bias, module.out_features)
+        return PackedLinear(pack_once(module.weight, None, packed), module)
     if isinstance(module, RMSNorm) and module.weight.dtype in DTYPES:
         return PackedNorm(module)
     if isinstance(module, nn.Embedding) and module.weight in packable:
-        return PackedEmbedding(pack_once(module.weight, packed), module.num_embeddings)
+        return PackedEmbedding(pack_once(module.weight, None, packed), module.num_embeddings)
     if isinstance(module, Stack) and len(module) > 0 and all(runs(layer.block, packable) for layer in module):
-        return PackedStack(module)
+        alike = all(kinds(layer.block) == kinds(module[0].block) for layer in module)
+        return PackedStack(module) if alike else module
     if isinstance(module, Block) and runs(module, packable):
         return PackedBlock(module)
     return module
 
 
 def runs(block: Block, packable: set[Tensor]) -> bool:
-    linears = (module for module in block.modules() if isinstance(module, nn.Linear))
+    linears = (module for module in block.modules() if isinstance(module, nn.Linear | EightBitLinear))
     head_dim = block.attention.head_dim
     return head_dim % COLUMNS == 0 and head_dim <= MAX_HEAD_DIM and all(linear.weight in packable for linear in linears)
 
 
-def pack_once(weight: nn.Parameter, packed: dict[Tensor, Tensor]) -> Tensor:
-    """(out / 32, in / p, 32, p), made at the first call for `weight`."""
+def pack_once(weight: Tensor, scale: Tensor | None, packed: dict[Tensor, Tensor]) -> Tensor:
+    """(out / 32, in / p, 32, p), or of codes (out / 32, bytes), made at the first call for `weight`."""
     if weight not in packed:
         p, size = per_word(weight.dtype), weight.size(1)
-        into = huge_block(packed_size(weight), weight.dtype)
-        pack(weight, into)
-        packed[weight] = into.view(-1, size // p, COLUMNS, p)
+        into = huge_block(packed_bytes(weight, scale), torch.uint8)
+        pack(weight, scale, into)
+        codes = scale is not None
+        packed[weight] = into.view(-(-weight.size(0) // COLUMNS), -1)
+        packed[weight] = packed[weight] if codes else into.view(weight.dtype).view(-1, size // p, COLUMNS, p)
         free(weight)
     return packed[weight]
 
 
-def paired(layer: list[Tensor | None]) -> list[Tensor | None]:
+def paired(layer: list[Part]) -> list[Part]:
     """The parts of a layer, gate_up's (2 I, in) rows in turns: 16 gates and their 16 of up, filled up with zeros."""
     *before, gate_up, down = layer
-    halves = gate_up.unflatten(0, (2, -1))
-    halves = nn.functional.pad(halves, (0, 0, 0, -halves.size(1) % 16)).unflatten(1, (-1, 16))
-    return [*before, halves.transpose(0, 1).flatten(0, 2), down]
+
+    def in_turns(rows: Tensor | None) -> Tensor | None:
+        if rows is None:
+            return None
+        halves = (rows.view(torch.uint8) if rows.dtype in KINDS else rows).unflatten(0, (2, -1))
+        halves = nn.functional.pad(halves, (0, 0, 0, -halves.size(1) % 16)).unflatten(1, (-1, 16))
+        return halves.transpose(0, 1).flatten(0, 2).view(rows.dtype)
+
+    return [*before, tuple(map(in_turns, gate_up)), down]
 
 
-def packed_size(weight: Tensor | None) -> int:
-    """How many numbers `weight` takes, packed: whole blocks, so that all parts of a layer start at 64 bytes."""
-    return 0 if weight is None else -(-weight.size(0) // COLUMNS) * COLUMNS * weight[0].numel()
+def packed_bytes(weight: Tensor | None, scale: Tensor | None) -> int:
+    """What a part takes, packed: whole blocks, so that all parts of a layer start at 64 bytes."""
+    if weight is None:
+        return 0
+    of_column = weight[0].nbytes + (0 if scale is None else scale[0].nbytes)
+    return -(-weight.size(0) // COLUMNS) * COLUMNS * of_column
 
 
 @torch.no_grad()
-def pack(weight: Tensor | None, into: Tensor) -> None:
-    """weight (out, in) -> (out / 32, in / p, 32, p), a vector as it is, in the memory `into`, of zeros: those fill the
+def pack(weight: Tensor | None, scale: Tensor | None, into: Tensor) -> None:
+    """weight (out, in) -> (out / 32, in / p, 32, p), a vector as it is, in the bytes `into`, of zeros: those fill the
     last block."""
     if weight is None:
         return
+    if scale is not None:
+        return pack_codes(weight, scale, into)
+    into = into.view(weight.dtype)
     if weight.ndim == 1:
         into[: len(weight)] = weight
         return
@@ -300,7 +338,22 @@ def pack(weight: Tensor | None, into: Tensor) -> None:
         rows[-1, : out - whole] = weight[whole:].view(-1, size // p, p)
 
 
-def free(*weights: nn.Parameter | None) -> None:
+def pack_codes(codes: Tensor, scale: Tensor, into: Tensor) -> None:
+    """codes (out, in), scale (out, 1) -> blocks of 32 outputs: their scales, and for each two inputs 64 codes, in which
+    8 of 4 outputs and 8 of the 4 that stand 16 further take turns; a sign and a magnitude each, -128 as minus zero."""
+    out, size = codes.shape
+    padding = (0, 0, 0, -out % COLUMNS)
+    signed = codes.view(torch.uint8)
+    if codes.dtype == torch.int8:
+        signed = torch.where(codes < 0, 128 | (-codes.short() & 127), codes.short()).to(torch.uint8)
+    blocks = into.view(-1, COLUMNS * (size + 4))
+    scales = nn.functional.pad(scale, padding).view(-1, COLUMNS)
+    blocks[:, : COLUMNS * 4] = scales.contiguous().view(torch.uint8)
+    columns = nn.functional.pad(signed, padding).view(-1, 2, 4, 4, size // 2, 2)  # block, half, lane, column, pair
+    blocks[:, COLUMNS * 4 :] = columns.permute(0, 4, 2, 1, 3, 5).reshape(len(blocks), -1)
+
+
+def free(*weights: Tensor | None) -> None:
     for weight in weights:
         if weight is not None:
             weight.data = weight.new_empty(0)

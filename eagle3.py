@@ -81,7 +81,7 @@ class Eagle3(nn.Module):
 
     def allocate(self, batch: int, slots: int) -> None:
         """Makes caches and the draft's own rotary table, sized by the run; called once, before compiling."""
-        allocate_caches(self, batch, slots)
+        allocate_caches(self, batch, slots, self.norm.weight)
         self.positions.allocate(slots, self.norm.weight.device)
 
     def fuse(self, aux: Tensor) -> Tensor:

@@ -29,7 +29,13 @@ except ModuleNotFoundError as error:  # the first thing that a newcomer meets ou
     sys.exit(2)
 
 from checkpoint import TOLERATED, fetch_weights, load_weights, open_checkpoint, stored_tensors
-from convert_hf_checkpoint import draft_tensors, eagle3_names, target_names
+from convert_hf_checkpoint import (
+    draft_tensors,
+    eagle3_names,
+    eight_bit_tensors,
+    target_names,
+    with_eight_bit_linears,
+)
 from metrics import Answer, describe, describe_baseline, doubt, ratio, result, totals
 from options import parse_args, say
 from prompts import Dialogue, Question, read_prompt_file
@@ -218,10 +224,11 @@ def load_target(
 
     from model import Transformer
 
-    stored = stored_tensors(folder)
+    stored = eight_bit_tensors(stored_tensors(folder), config.quantisation)
     names = target_names(config, stored)
     with torch.device("meta"):
         target = Transformer(config, aux_layer_ids, tied="head.weight" not in names)
+    names = with_eight_bit_linears(target, names, stored)
     say_ignored(load_weights(target, names, stored, tolerated=TOLERATED, device=device, dtype=dtype))
     return target.eval()
 
@@ -234,10 +241,11 @@ def load_draft(config: SpeculatorConfig, target: Transformer) -> nn.Module:
 
     drafts = {"eagle3": (eagle3.Eagle3, eagle3_names)}  # algorithm -> its module, and the names of its tensors
     build, name_tensors = drafts[config.algorithm]
-    stored = draft_tensors(stored_tensors(config.folder))
+    stored = eight_bit_tensors(draft_tensors(stored_tensors(config.folder)), config.quantisation)
     config, names = name_tensors(config, stored)
     with torch.device("meta"):
         draft = build(config, own=names)
+    names = with_eight_bit_linears(draft, names, stored)
     weight = target.norm.weight
     say_ignored(load_weights(draft, names, stored, tolerated=TOLERATED, device=weight.device, dtype=weight.dtype))
     draft.settle(target.embed, target.head)
@@ -271,6 +279,8 @@ def load_models(plan: Plan) -> list[nn.Module]:
         models = [target, load_draft(plan.speculator, target)] if K > 0 else [target]
         if kernels:
             use_cpu_kernels(models)
+        elif device.type != "cuda":
+            hold_eight_bits(models, lambda linear, dtype: False)
     for model in models:
         model.allocate(1, speculate.cache_slots(plan.max_seq_len))
     return models
@@ -292,9 +302,21 @@ def use_cpu_kernels(models: list[nn.Module]) -> None:
     import cpu_kernels
 
     try:
-        cpu_kernels.install(*models)
+        cpu_kernels.load_library()
     except (OSError, subprocess.CalledProcessError) as error:
         say(f"notice: decoding is slower without our CPU operators: {cpu_kernels.reason(error)}")
+        return hold_eight_bits(models, lambda linear, dtype: False)
+    hold_eight_bits(models, cpu_kernels.reads)
+    cpu_kernels.install(*models)
+
+
+def hold_eight_bits(models: list[nn.Module], fast: Callable[[nn.Module, torch.dtype], bool]) -> None:
+    """In 16 bits, where nothing here reads them faster in eight."""
+    import eight_bit
+
+    if held := eight_bit.hold(models, fast):
+        dtype = str(models[0].norm.weight.dtype).removeprefix("torch.")
+        say(f"notice: {held} linears with weights in eight bits are held as {dtype}, which is faster here")
 
 
 @contextmanager

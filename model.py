@@ -112,10 +112,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def allocate_cache(self, batch: int, slots: int) -> None:
+    def allocate_cache(self, batch: int, slots: int, like: Tensor) -> None:
         """(B, Hkv, S, Hd) each for keys and values; zeros, because a masked slot is still multiplied."""
         for name in ("k_cache", "v_cache"):
-            cache = self.out.weight.new_zeros(batch, self.n_kv_head, slots, self.head_dim)
+            cache = like.new_zeros(batch, self.n_kv_head, slots, self.head_dim)
             self.register_buffer(name, cache, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, bias: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
 
     def allocate(self, batch: int, slots: int) -> None:
         """Makes caches and rotary table for `slots` positions; called once, after loading and before compiling."""
-        allocate_caches(self, batch, slots)
+        allocate_caches(self, batch, slots, self.norm.weight)
         self.positions.allocate(slots, self.norm.weight.device)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -232,8 +232,8 @@ class Transformer(nn.Module):
         return self.head(self.norm(x)).float()
 
 
-def allocate_caches(model: nn.Module, batch: int, slots: int) -> None:
-    """Gives every attention inside `model` a cache of `slots` positions."""
+def allocate_caches(model: nn.Module, batch: int, slots: int, like: Tensor) -> None:
+    """Gives every attention inside `model` a cache of `slots` positions, of the dtype and on the device of `like`."""
     for module in model.modules():
         if hasattr(module, "allocate_cache"):
-            module.allocate_cache(batch, slots)
+            module.allocate_cache(batch, slots, like)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,6 +46,23 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """Linears with weights in eight bits, as a `quantization_config` describes them."""
+
+    codes: str  # int8 | fp8 (e4m3)
+    scale: str  # the last part of the name under which a weight's scale is stored
+    block: tuple[int, int] | None  # outputs and inputs that share a scale; None: all inputs of an output, or of all
+    packed: bool  # int8: four to an int32
+    ignored: tuple[str, ...]  # modules that are stored plainly: names, or re:regex
+
+    def ignores(self, module: str) -> bool:
+        return any(
+            re.match(name[3:], module) if name.startswith("re:") else name == module or module.startswith(f"{name}.")
+            for name in self.ignored
+        )
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A llama-shaped decoder: a whole target, or the draft's own layers."""
 
@@ -65,6 +83,7 @@ class DecoderConfig:
     qk_norm: bool
     tied: bool  # the head is the embedding, if the checkpoint holds no head of its own
     dtype: str | None  # as the checkpoint names it, e.g. "bfloat16"
+    quantisation: Quantisation | None = None  # a target's; a draft's is in its SpeculatorConfig
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,7 @@ class SpeculatorConfig:
     fc_norm: bool
     norm_output: bool
     layer: DecoderConfig
+    quantisation: Quantisation | None
     chosen: tuple[str, ...]  # for people: each choice and where it comes from
     notices: tuple[str, ...]  # for people: what was assumed
 
@@ -210,18 +230,86 @@ def read_windows(fields: Fields, model_type: str, n_layer: int) -> tuple[int | N
     return tuple(window if slides else None for slides in sliding)
 
 
-def refuse_quantised(fields: Fields) -> None:
-    """Codes without their scales would pass for weights."""
-    for key in ("quantization_config", "compression_config"):
-        if fields.raw.get(key):
-            method = fields.sub(key).get("quant_method", str, "unnamed")
-            raise fields.error(key, f"quantised weights ({method}) are not read yet", "use a 16 or 32 bit checkpoint")
+def read_quantisation(fields: Fields) -> Quantisation | None:
+    """`quantization_config` (2024 also: `compression_config`); every layout but weights in eight bits is refused by
+    name. Activations are not quantised here, whatever it says of them."""
+    key = next((key for key in ("quantization_config", "compression_config") if fields.raw.get(key)), None)
+    if key is None:
+        return None
+    config = fields.sub(key)
+    method = config.get("quant_method", str, "compressed-tensors" if key == "compression_config" else ...)
+    if method == "compressed-tensors":
+        return read_compressed_tensors(config)
+    if method != "fp8":
+        raise config.error("quant_method", f"'{method}' is not implemented", "compressed-tensors and fp8 are")
+    ignored = [name for key in ("ignored_layers", "modules_to_not_convert") for name in config.get(key, list, [])]
+    block = config.get("weight_block_size", list)
+    if (kind := config.get("fmt", str, "e4m3")) != "e4m3":
+        raise config.error("fmt", f"'{kind}' is not implemented", "e4m3 is")
+    scale = "weight_scale" if block is None else "weight_scale_inv"  # a factor like the other, despite its name
+    return Quantisation("fp8", scale, read_block(config, "weight_block_size", block), False, tuple(ignored))
+
+
+# Names that compressed-tensors has for whole groups, as far as they are weights in eight bits.
+PRESETS = {
+    "FP8": ("float", "tensor", None), "FP8_DYNAMIC": ("float", "channel", None),
+    "FP8_BLOCK": ("float", "block", [128, 128]),
+    "W8A16": ("int", "channel", None), "W8A8": ("int", "channel", None), "INT8": ("int", "channel", None),
+}  # fmt: skip
+
+
+def read_compressed_tensors(config: Fields) -> Quantisation:
+    """All groups must agree on codes and blocks; what they hold is told by the weights' dtype, tensor by tensor."""
+    for key in ("sparsity_config", "transform_config"):
+        if (held := config.get(key, dict, {})) and held.get("format", "sparse") != "dense":
+            raise config.error(key, "is not implemented", "use a checkpoint without it")
+    groups, found = config.sub("config_groups"), set()
+    for name, group in groups.raw.items():
+        if not isinstance(group, dict):
+            if name not in PRESETS:
+                raise groups.error(name, "is not implemented", f"{', '.join(PRESETS)} are")
+            kind, strategy, block = PRESETS[name]
+        else:
+            weights = groups.sub(name).sub("weights")
+            kind, strategy, block = weights.get("type", str, "int"), weights.get("strategy", str, "tensor"), None
+            if (bits := weights.get("num_bits", int, 8)) != 8:
+                raise weights.error(
+                    "num_bits", f"{kind} weights of {bits} bits are not implemented", "use one of 8 bits"
+                )
+            for key, wanted in (("symmetric", True), ("dynamic", False)):
+                if weights.get(key, bool, wanted) != wanted:
+                    wrong = f"is not implemented unless it is {str(wanted).lower()}"
+                    raise weights.error(key, wrong, "use another checkpoint")
+            if weights.raw.get("actorder"):
+                raise weights.error("actorder", "is not implemented", "use another checkpoint")
+            if strategy == "group":
+                block = [1, weights.get("group_size", int, ..., 1)]
+            elif strategy == "block":
+                block = weights.get("block_structure", list, ...)
+        if kind not in ("int", "float") or strategy not in ("tensor", "channel", "group", "block"):
+            raise groups.error(name, f"{kind} weights with a scale a {strategy} are not implemented", "use another")
+        found.add(({"int": "int8", "float": "fp8"}[kind], read_block(groups, name, block)))
+    if len(found) != 1:
+        raise config.error(
+            "config_groups", f"{len(found)} kinds of weights in one model are not implemented", "use one"
+        )
+    ((codes, block),) = found
+    form = config.get("format", str, "float-quantized" if codes == "fp8" else "int-quantized")
+    if form not in (("float-quantized", "naive-quantized") if codes == "fp8" else ("int-quantized", "pack-quantized")):
+        raise config.error("format", f"'{form}' is not implemented for {codes} weights", "use another checkpoint")
+    ignored = tuple(config.get("ignore", list, []))
+    return Quantisation(codes, "weight_scale", block, form == "pack-quantized", ignored)
+
+
+def read_block(fields: Fields, key: str, block: list | None) -> tuple[int, int] | None:
+    if block is not None and not (len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise fields.error(key, f"blocks of {block} are not implemented", "use another checkpoint")
+    return None if block is None else (block[0], block[1])
 
 
 def read_decoder(fields: Fields, model_type: str) -> tuple[DecoderConfig, tuple[str, ...]]:
     """A llama-shaped decoder's sizes and switches, from a target's config or a draft's transformer_layer_config, and
     notices for people."""
-    refuse_quantised(fields)
     if fields.get("mlp_bias", bool, False):
         raise fields.error("mlp_bias", "biases in the MLP are not implemented", "use another checkpoint")
     if (act := fields.get("hidden_act", str, "silu")) != "silu":
@@ -266,7 +354,8 @@ def read_target(folder: Path) -> tuple[DecoderConfig, tuple[str, ...]]:
     model_type = fields.get("model_type", str, ...)
     if model_type not in TARGETS:
         raise fields.error("model_type", f"'{model_type}' is not implemented as a target", f"{', '.join(TARGETS)} are")
-    return read_decoder(fields, model_type)
+    config, notices = read_decoder(fields, model_type)
+    return replace(config, quantisation=read_quantisation(fields)), notices
 
 
 def read_proposal(fields: Fields, override: int | None) -> tuple[int, str, list[str]]:
@@ -341,7 +430,8 @@ def read_speculator(
     if model_type and model_type not in DRAFT_LAYERS:
         wrong = f"'{model_type}' is not implemented as a draft layer"
         raise layer_fields.error("model_type", wrong, f"{' and '.join(DRAFT_LAYERS)} are")
-    refuse_quantised(fields)
+    if read_quantisation(layer_fields) is not None:
+        raise layer_fields.error("quantization_config", "belongs beside transformer_layer_config", "move it there")
     method = fields.sub("speculators_config")
     tokens, tokens_source, notices = read_proposal(method, speculative_tokens)
     flags, flags_chosen, flag_notices = read_flags(fields, norm_before_residual)
@@ -369,6 +459,7 @@ def read_speculator(
         aux_layer_ids=ids,
         aux_source="--aux_layer_ids" if aux_layer_ids else "config" if ids else "default",
         layer=layer,
+        quantisation=read_quantisation(fields),
         chosen=tuple(chosen),
         notices=tuple(notices),
         **flags,

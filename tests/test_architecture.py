@@ -7,7 +7,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # From the first stop on the path to the last: a file imports only those before it. A new file takes its place here.
-PATH = ["speculators_config", "sampling", "tokenizer", "options", "prompts", "metrics", "checkpoint", "draft_families"]
+PATH = [
+    "speculators_config",
+    "sampling",
+    "tokenizer",
+    "options",
+    "prompts",
+    "metrics",
+    "eight_bit",
+    "checkpoint",
+    "draft_families",
+]
 PATH += ["model", "cpu_kernels", "eagle3", "convert_hf_checkpoint", "speculate", "generate"]
 
 

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 import cpu_kernels
+import eight_bit
 import generate
+from bench.bandwidth import held_bytes
+from eight_bit import EightBitLinear, quantised, replace_children
 from model import Block, Positions, RMSNorm, Transformer, allocate_caches
 from speculators_config import DecoderConfig, Rope
 
@@ -77,6 +80,99 @@ def test_linear_is_pytorchs_and_does_not_depend_on_the_other_rows(dtype, size, o
         assert torch.equal(y, torch.cat([packed(x[:, i : i + 1]) for i in range(rows)], dim=1))
 
 
+CODES = [torch.int8, torch.float8_e4m3fn]
+
+
+def in_eight_bits(model: nn.Module, codes: torch.dtype) -> nn.Module:
+    """Linears with codes of all kinds: subnormal ones of float8 and -128 of int8 included."""
+
+    def of(path: str, linear: nn.Linear) -> EightBitLinear:
+        made = EightBitLinear(
+            linear.in_features, linear.out_features, linear.bias is not None, codes, linear.in_features
+        )
+        made.weight, scale = quantised(linear.weight.detach().float(), codes)
+        made.scale, made.bias = scale.float(), linear.bias
+        every = torch.arange(-128, 128).to(torch.int8).view(codes)[: linear.in_features]
+        made.weight[0, : len(every)] = torch.where(every.float().isnan(), 0, every.float()).to(codes)
+        return made
+
+    replace_children(model, nn.Linear, of)
+    return model
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize(("size", "out", "bias"), [(256, 96, False), (48, 100, True), (2, 31, True)])
+def test_a_linear_in_eight_bits_is_pytorchs_and_does_not_depend_on_the_other_rows(codes, dtype, size, out, bias):
+    plain = in_eight_bits(fill(nn.Sequential(nn.Linear(size, out, bias=bias)), dtype), codes)
+    packed = copy.deepcopy(plain)
+    cpu_kernels.install(packed)
+    assert isinstance(packed[0], cpu_kernels.PackedLinear)
+    exact = eight_bit.held_as(plain[0], torch.float32)
+    exact.bias = None if exact.bias is None else nn.Parameter(exact.bias.float())
+    for rows in (1, 3, 12, 13, 40):
+        x = torch.randn(1, rows, size).to(dtype)
+        y, wanted = packed(x), exact(x.float())
+        torch.testing.assert_close(
+            y.float(), wanted, rtol=TOLERANCE[dtype] / 4, atol=wanted.std().item() * TOLERANCE[dtype]
+        )
+        assert torch.equal(y, torch.cat([packed(x[:, i : i + 1]) for i in range(rows)], dim=1))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("codes", CODES)
+def test_every_code_is_read_exactly(codes, dtype):
+    """Against a row that holds a single one: the product is the code, whatever its neighbours."""
+    every = torch.arange(-128, 128).to(torch.int8).view(codes)
+    every = torch.where(every.float().isnan(), 0, every.float()).to(codes)
+    linear = EightBitLinear(256, 32, False, codes, 256)
+    linear.weight[:], linear.scale[:] = every, 1
+    box = nn.Sequential(linear)
+    cpu_kernels.install(box)
+    ones = torch.eye(256, dtype=dtype)[None]
+    assert torch.equal(box(ones)[0], every.to(dtype)[:, None].expand(256, 32))
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_stack_in_eight_bits_is_pytorchs(codes, mixed):
+    """mixed: not all layers alike, so that each becomes an operator of its own."""
+    settings = config(n_layer=3, windows=(None, 70, None), qkv_bias=True, o_bias=True)
+    plain = fill(Transformer(settings, (1, 3)), torch.float32)
+    in_eight_bits(plain, codes)
+    if mixed:
+        plain.layers[1].block.mlp.down = eight_bit.held_as(plain.layers[1].block.mlp.down, torch.float32)
+    packed = copy.deepcopy(plain)
+    cpu_kernels.install(packed)
+    assert isinstance(packed.layers, cpu_kernels.PackedStack) != mixed
+    assert not any(isinstance(module, EightBitLinear | Block) for module in packed.modules())
+    for model in (plain, packed):
+        model.allocate(1, SLOTS)
+    for start, rows in ((0, 100), (100, 5)):
+        tokens, where = torch.randint(100, (1, rows)), start + torch.arange(rows)[None]
+        (x, aux), (y, ours) = plain(tokens, where), packed(tokens, where)
+        for ours_, theirs in ((y, x), (ours, aux), (packed.logits(y), plain.logits(x))):
+            torch.testing.assert_close(ours_, theirs, rtol=3e-5, atol=1e-4)
+
+
+def test_codes_are_kept_once_and_in_eight_bits():
+    model = in_eight_bits(fill(Transformer(config()), torch.bfloat16), torch.int8)
+    linears = sum(
+        linear.weight.nbytes + linear.scale.nbytes for linear in model.modules() if isinstance(linear, EightBitLinear)
+    )
+    rest = sum(parameter.nbytes for parameter in model.parameters())
+    cpu_kernels.install(model)
+    assert linears + rest <= held_bytes(model) < 1.2 * (linears + rest)  # whole blocks of 32
+
+
+def test_what_it_does_not_read_is_held_in_16_bits():
+    settings = config(hidden_size=47)
+    model = in_eight_bits(fill(Transformer(settings), torch.bfloat16), torch.int8)
+    assert eight_bit.hold([model], cpu_kernels.reads) == 5  # qkv and gate_up of two layers, and the head
+    assert isinstance(model.head, nn.Linear)
+    assert isinstance(model.layers[0].block.mlp.down, EightBitLinear)
+
+
 def run(block: nn.Module, positions: Positions, window: int | None, x: torch.Tensor, start: torch.Tensor):
     where = positions(start[:, None] + torch.arange(x.size(1)), x.dtype)
     return block(x, x.flip(-1), *where[0])
@@ -106,7 +202,7 @@ def test_block_is_pytorchs_and_does_not_depend_on_the_other_rows(dtype, changes)
     assert isinstance(packed[0], cpu_kernels.PackedBlock)
     singly = copy.deepcopy(packed)
     for model in (plain[0], packed[0], singly[0]):
-        allocate_caches(model, 2, SLOTS)
+        allocate_caches(model, 2, SLOTS, torch.empty(0, dtype=dtype))
     start = torch.tensor([0, 5])  # the two sequences are at different positions
     for rows in (64, 64, 64, 1, 4, 40):
         x = torch.randn(2, rows, 48).to(dtype)
@@ -124,7 +220,7 @@ def packed_block(dtype: torch.dtype) -> tuple[cpu_kernels.PackedBlock, Positions
     positions, box = Positions(config()), fill(nn.Sequential(Block(config(), None, 48)), dtype)
     positions.allocate(SLOTS, torch.device("cpu"))
     cpu_kernels.install(box)
-    allocate_caches(box, 1, SLOTS)
+    allocate_caches(box, 1, SLOTS, torch.empty(0, dtype=dtype))
     return box[0], positions
 
 
@@ -135,7 +231,7 @@ def test_the_number_of_threads_changes_no_bit(threads):
 
     def answers(count: int) -> list[torch.Tensor]:
         threads(count)
-        allocate_caches(block, 1, SLOTS)
+        allocate_caches(block, 1, SLOTS, torch.empty(0, dtype=torch.bfloat16))
         starts = torch.tensor([0, 64, 128, 192, 193]).unsqueeze(1)
         return [run(block, positions, None, x, start) for x, start in zip(inputs, starts, strict=True)]
 

@@ -397,8 +397,6 @@ def test_what_fits_the_target(target_sizes, edits, ids, tmp_path):
 # Refusals
 
 OF_DECODERS = [  # field and value; what is said
-    ("quantization_config", {"quant_method": "fp8"}, "quantised weights (fp8) are not read yet"),
-    ("compression_config", {"format": "x"}, "quantised weights (unnamed) are not read yet"),
     ("mlp_bias", True, "biases in the MLP are not implemented"),
     ("hidden_act", "gelu", "'gelu' is not implemented; silu is"),
     ("hidden_size", ..., "missing; is this a complete config.json"),
@@ -444,7 +442,6 @@ OF_SPECULATORS = [  # path and value; what is said
     ("dflash_config", {"block_size": 8}, "is not implemented"),
     ("norm_output", "true", 'expected bool, found "true"'),
     ("norm_before_residual", 1, "expected bool, found 1"),
-    ("quantization_config", {"quant_method": "compressed-tensors"}, "quantised weights (compressed-tensors) are not"),
     (AUX, [2, "4", 5], "[2, '4', 5] are not layer numbers"),
     (AUX, [2, True, 5], "[2, True, 5] are not layer numbers"),
     (AUX, "2,4,5", 'expected list, found "2,4,5"'),
