@@ -357,8 +357,12 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def write_checkpoint(folder: Path, raw: dict, tensors: dict[str, torch.Tensor]) -> None:
     """config.json and model.safetensors."""
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    save_tensors(folder / WEIGHTS, tensors)
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # which safetensors makes its writer's alone
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    path.chmod(0o644)  # which safetensors makes its writer's alone

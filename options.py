@@ -141,12 +141,19 @@ def check_combinations(args: argparse.Namespace) -> None:
             raise ConfigError(message)
 
 
-# ---- how a command ends ----------------------------------------------------------------------------------------------
+# ---- what a command says and how it ends ----------------------------------------------------------------------------
 
 
 def say(line: str) -> None:
     """Notices, statistics and errors: stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+def show_progress(done: int, total: int, name: str) -> None:
+    """One line on stderr, if that is a terminal; gone when all is done."""
+    if sys.stderr.isatty():
+        bar = f"[{'#' * (30 * done // total):.<30}] {done}/{total} {name}" if done < total else ""
+        print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
 
 
 def exit_code(work: Callable[[], None], interrupted: str = "interrupted") -> int:

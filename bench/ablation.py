@@ -19,9 +19,9 @@ from torch import nn
 import cpu_kernels
 import generate
 import options
-from bench.questions import QUESTIONS
 from bench.run import table
 from model import Block, Stack
+from prompts import QUESTIONS
 from speculate import Decoder
 from speculators_config import ConfigError
 

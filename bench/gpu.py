@@ -27,9 +27,9 @@ import generate
 import options
 import speculate
 from bench import bandwidth, run
-from bench.questions import QUESTIONS
 from eagle3 import Eagle3
 from model import Transformer
+from prompts import QUESTIONS
 from speculate import Decoder, Round, State
 from speculators_config import ConfigError, DecoderConfig, Rope, SpeculatorConfig
 

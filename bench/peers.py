@@ -27,12 +27,12 @@ from pathlib import Path
 from statistics import median
 
 from bench.peer_setup import HOME, OFFLINE, PEERS, ROOT, PeerError, last_words, say, set_up
-from bench.questions import QUESTIONS
 from checkpoint import fetch_weights
 from generate import make_plan
 from metrics import ratio
 from options import Parser, number, underscored
 from options import parse_args as generate_args
+from prompts import QUESTIONS
 from speculators_config import MAX_SPECULATIVE_TOKENS, ConfigError
 
 CLOCK = "decoding only: from the first token, which the pass over the prompt makes, to the last"

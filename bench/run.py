@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import generate
 import options
-from bench.questions import QUESTIONS
 from metrics import Answer, describe, ratio, totals
+from prompts import QUESTIONS
 from speculators_config import MAX_SPECULATIVE_TOKENS, ConfigError
 
 if TYPE_CHECKING:
@@ -169,20 +169,13 @@ def ask(arms: list[Arm], prompts: list[list[int]], repeats: int, probe: Callable
             arm.repeats.append([])
         for prompt in prompts:
             for arm in arms:
-                show_progress(done, total, arm.name)
+                options.show_progress(done, total, arm.name)
                 arm.repeats[-1].append(arm.answer(prompt))
                 gave.append(probe())
                 arm.rates.append((max(gave[-2].values()) + max(gave[-1].values())) / 2)
                 done += 1
-    show_progress(done, total, "")
+    options.show_progress(done, total, "")
     return gave
-
-
-def show_progress(done: int, total: int, name: str) -> None:
-    """One line on stderr, if that is a terminal; gone when all is done."""
-    if sys.stderr.isatty():
-        bar = f"[{'#' * (30 * done // total):.<30}] {done}/{total} {name}" if done < total else ""
-        print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
 
 
 def time_parts(arm: Arm, models: list[nn.Module], prompt: list[int]) -> dict[str, float]:

@@ -18,7 +18,7 @@ PATH = [
     "checkpoint",
     "draft_families",
 ]
-PATH += ["model", "cpu_kernels", "eagle3", "convert_hf_checkpoint", "speculate", "generate"]
+PATH += ["model", "cpu_kernels", "eagle3", "convert_hf_checkpoint", "speculate", "generate", "quantize"]
 
 
 def nodes(tree: ast.AST):

@@ -11,8 +11,8 @@ import torch
 from conftest import FIXTURES, open_pair
 
 from bench import bandwidth, run
-from bench.questions import QUESTIONS
 from metrics import Answer
+from prompts import QUESTIONS
 
 TRAINED = FIXTURES / "drafts/eagle3_trained"  # on targets/llama_gqa
 IDS = [option for prompt in ("1,2,3,4,5", "7,8,9") for option in ("--prompt_ids", prompt)]

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.run import show_progress
 from model import Transformer
-from options import say
+from options import say, show_progress
 from speculators_config import ConfigError
 from tokenizer import Tokenizer
 from train.shards import ANSWER, GREEDY, QUESTION, TEMPLATE, count, shard, write

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 import generate as command
 import speculators_config as configs
-from bench.run import show_progress
 from checkpoint import check_out, fetch_weights, open_checkpoint
 from cpu_kernels import freed_memory_given_back
 from eagle3 import Eagle3
 from metrics import Answer, totals
 from model import Transformer
-from options import Parser, exit_code, id_list, number, underscored
+from options import Parser, exit_code, id_list, number, show_progress, underscored
 from options import parse_args as command_args
 from prompts import read_prompt_file
 from speculators_config import ConfigError, SpeculatorConfig

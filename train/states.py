@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from bench.run import show_progress
 from model import Transformer
-from options import say
+from options import say, show_progress
 from train.shards import count, shard, write
 
 

@@ -1,0 +1,255 @@
+"""quantize.py: what it writes, what it leaves alone, and what it says of the difference."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FIXTURES, expected, open_target
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import generate
+import quantize
+from eight_bit import EightBitLinear, dequantised
+from options import exit_code
+from speculators_config import read_target
+
+TARGET, TIED = FIXTURES / "targets" / "llama_gqa", FIXTURES / "targets" / "llama_tied"
+DRAFT = FIXTURES / "drafts" / "eagle3_trained"
+CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def run(*argv) -> int:
+    return exit_code(lambda: quantize.main([str(arg) for arg in argv]))
+
+
+def write(out: Path, mode: str, *more, checkpoint: Path = TARGET) -> Path:
+    assert run("--checkpoint", checkpoint, "--mode", mode, "--out", out, *more) == 0
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+# What is written.
+
+
+@pytest.mark.parametrize("mode", CODES)
+def test_layers_linears_become_codes_and_all_else_keeps_its_bits(mode, tmp_path):
+    before, after = (
+        load_file(TARGET / "model.safetensors"),
+        load_file(write(tmp_path / "out", mode) / "model.safetensors"),
+    )
+    coded = {name for name in before if "_proj.weight" in name}
+    assert set(after) == set(before) | {f"{name}_scale" for name in coded}
+    for name, tensor in before.items():
+        if name in coded:
+            assert after[name].dtype == CODES[mode]
+            assert after[f"{name}_scale"].shape == (len(tensor), 1)
+            back = dequantised(after[name], after[f"{name}_scale"], tensor.size(1))
+            largest = tensor.abs().amax(1, keepdim=True)
+            assert ((back - tensor).abs() <= largest * {"fp8": 1 / 28, "int8": 0.51 / 127}[mode]).all()
+        else:
+            assert torch.equal(after[name], tensor)
+
+
+@pytest.mark.parametrize("mode", CODES)
+def test_the_config_says_so_and_the_rest_is_copied(mode, tmp_path):
+    out = write(tmp_path / "out", mode)
+    raw, quantisation = config_of(out), read_target(out)[0].quantisation
+    added = {"quantization_config", "quantized_by"}
+    assert {key: value for key, value in raw.items() if key not in added} == config_of(TARGET)
+    assert (quantisation.codes, quantisation.ignored) == (mode, ("lm_head",))
+    group = raw["quantization_config"]["config_groups"]["group_0"]
+    assert (group["input_activations"] is None) == (mode == "int8")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (TARGET / name).read_bytes()
+
+
+@pytest.mark.parametrize("mode", CODES)
+@torch.inference_mode()
+def test_what_was_written_is_read(mode, tmp_path):
+    want, target = expected(TARGET), open_target(write(tmp_path / "out", mode))
+    assert sum(isinstance(module, EightBitLinear) for module in target.modules()) == 4 * 8
+    ids = want["input_ids"]
+    logits = target.logits(target(ids, torch.arange(ids.size(1))[None])[0])
+    away = (logits - want["logits"]).abs().max()
+    assert 0 < away < {"fp8": 1.5, "int8": 0.3}[mode]
+
+
+@pytest.mark.parametrize("mode", CODES)
+@torch.inference_mode()
+def test_a_tied_embedding_stays_and_the_head_gets_a_copy(mode, tmp_path):
+    out = write(tmp_path / "out", mode, "--also_heads", checkpoint=TIED)
+    before, after = load_file(TIED / "model.safetensors"), load_file(out / "model.safetensors")
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert after["lm_head.weight"].dtype == CODES[mode]
+    assert config_of(out)["tie_word_embeddings"] is False
+    assert config_of(out)["quantization_config"]["ignore"] == []
+    target, want = open_target(out), expected(TIED)
+    assert isinstance(target.head, EightBitLinear)
+    ids = want["input_ids"]
+    logits = target.logits(target(ids, torch.arange(ids.size(1))[None])[0])
+    assert (logits - want["logits"]).abs().max() < 0.15 * want["logits"].abs().max()
+
+
+@pytest.mark.parametrize("mode", CODES)
+def test_twice_gives_the_same_bytes_and_nothing_is_left_beside(mode, tmp_path):
+    first = contents(write(tmp_path / "out", mode, "--also_draft", DRAFT))
+    assert contents(write(tmp_path / "out", mode, "--also_draft", DRAFT)) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_that_breaks_off_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(path, tensors):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "save_tensors", interrupt)
+    assert run("--checkpoint", TARGET, "--mode", "fp8", "--out", tmp_path / "out") == 130
+    assert not list(tmp_path.iterdir())
+
+
+@torch.inference_mode()
+def test_large_checkpoints_are_written_in_shards(tmp_path, monkeypatch):
+    whole = load_file(write(tmp_path / "whole", "fp8") / "model.safetensors")
+    monkeypatch.setattr(quantize, "SHARD", 40_000)
+    out = write(tmp_path / "out", "fp8")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    sharded = {name: tensor for file in files for name, tensor in load_file(out / file).items()}
+    assert index["weight_map"].keys() == sharded.keys() == whole.keys()
+    assert all(torch.equal(sharded[name].float(), whole[name].float()) for name in whole)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    open_target(out)
+
+
+# Drafts.
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("mode", CODES)
+def test_a_draft_becomes_codes_in_a_folder_of_its_own(mode, heads, tmp_path):
+    out = write(tmp_path / "out", mode, "--also_draft", DRAFT, *(["--also_heads"] if heads else []))
+    before, after = load_file(DRAFT / "model.safetensors"), load_file(out / "speculator" / "model.safetensors")
+    linears = (
+        {name for name in before if "_proj.weight" in name} | {"fc.weight"} | ({"lm_head.weight"} if heads else set())
+    )
+    assert {name for name in after if after[name].dtype == CODES[mode]} == linears
+    assert all(torch.equal(after[name], before[name]) for name in before if name not in linears)
+    assert {f"{name}_scale" for name in linears} <= set(after)
+
+
+@pytest.mark.parametrize("mode", CODES)
+@pytest.mark.parametrize("draft", ["16 bits", "eight bits"])
+def test_acceptance_hardly_changes_in_eight_bits(mode, draft, tmp_path, capsys):
+    """A draft in 16 bits beside a target in eight is the usual pair: nothing of the target's may touch the draft."""
+    out = write(tmp_path / "out", mode, "--also_draft", DRAFT)
+
+    def acceptance(speculator, target) -> float:
+        runs = json.loads((DRAFT / "expected_runs.json").read_text())["runs"][:5]
+        prompts = [part for run in runs for part in ("--prompt_ids", ",".join(map(str, run["prompt_ids"])))]
+        argv = ["--speculator", str(speculator), "--target", str(target), *prompts, "--no_compile", "--dtype", "fp32"]
+        assert generate.main([*argv, "--max_new_tokens", "48", "--ignore_eos", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["totals"]["acceptance_length"]
+
+    capsys.readouterr()
+    plain = acceptance(DRAFT, TARGET)
+    assert plain > 1.3
+    eight = acceptance(DRAFT if draft == "16 bits" else out / "speculator", out)
+    assert abs(eight / plain - 1) < 0.25, (eight, plain)
+
+
+def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path, capsys):
+    shutil.copytree(FIXTURES / "drafts" / "eagle3_full_vocab", tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}, path)
+    argv = ["--checkpoint", TARGET, "--mode", "fp8", "--out", tmp_path / "out", "--also_heads"]
+    assert run(*argv, "--also_draft", tmp_path / "draft") == 2
+    assert (
+        "lm_head.weight: not in the weights, so it is the target's; leave --also_heads out" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--checkpoint: missing; give it, or --compare A B"),
+        (["--checkpoint", TARGET, "--out", "OUT"], "--mode: missing"),
+        (["--checkpoint", TARGET, "--mode", "fp8"], "--out: missing"),
+        (["--checkpoint", TARGET, "--mode", "int4", "--out", "OUT"], "--mode: invalid choice: 'int4'"),
+        (["--compare", TARGET, TARGET, "--out", "OUT"], "--out: does not go with --compare; drop it"),
+        (["--compare", TARGET, TARGET, "--also_heads"], "--also_heads, --also_draft: do not go with --compare"),
+        (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--prompts", "x"], "--prompts: goes with --compare"),
+        (["--checkpoint", "no/where", "--mode", "fp8", "--out", "OUT"], "--checkpoint: no/where: no such folder"),
+        (["--checkpoint", DRAFT, "--mode", "fp8", "--out", "OUT"], "this is a speculator, not a target"),
+        (["--checkpoint", TARGET, "--mode", "fp8", "--out", TARGET], "is there and is none of ours"),
+        (
+            ["--checkpoint", FIXTURES / "eight_bit" / "ct_dynamic", "--mode", "fp8", "--out", "OUT"],
+            "quantization_config: is quantised already; give the 16-bit one",
+        ),
+        (
+            ["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--also_draft", TARGET],
+            "speculators_model_type: missing",
+        ),
+        (
+            ["--compare", TARGET, FIXTURES / "tokenizers" / "bpe_qwen"],
+            "config.json: there is no such file; give the folder or Hub repo of a checkpoint",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused(argv, message, tmp_path, capsys):
+    assert run(*(tmp_path / "out" if arg == "OUT" else arg for arg in argv)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+# Comparing.
+
+
+def compared(a: Path, b: Path, capsys) -> tuple[float, float]:
+    """KL and the share of equal best tokens, as printed."""
+    assert run("--compare", a, b, "--max_new_tokens", 12) == 0
+    found = re.fullmatch(
+        r"(\d+) tokens of 6 answers of \S+, in fp32: KL to \S+ ([\d.]+) nats a token, at most [\d.]+; "
+        r"the same best token ([\d.]+) %\n",
+        capsys.readouterr().out,
+    )
+    assert found
+    assert 6 <= int(found[1]) <= 72
+    return float(found[2]), float(found[3])
+
+
+def test_a_checkpoint_differs_in_nothing_from_itself_and_less_from_int8_than_from_fp8(tmp_path, capsys):
+    assert compared(TARGET, TARGET, capsys) == (0.0, 100.0)
+    fp8, int8 = (compared(TARGET, write(tmp_path / mode, mode), capsys)[0] for mode in CODES)
+    assert 0 < int8 < fp8 < 0.1
+
+
+def test_two_models_are_no_versions_of_one(tmp_path, capsys):
+    shutil.copytree(TARGET, tmp_path / "padded")
+    path = tmp_path / "padded" / "model.safetensors"
+    wide = {"model.embed_tokens.weight", "lm_head.weight"}
+    padded = {name: nn.functional.pad(t, (0, 0, 0, 64)) if name in wide else t for name, t in load_file(path).items()}
+    save_file(padded, path)
+    raw = config_of(TARGET) | {"vocab_size": 384}
+    (tmp_path / "padded" / "config.json").write_text(json.dumps(raw))
+    assert run("--compare", TARGET, tmp_path / "padded") == 2
+    assert "--compare: vocabularies of 320 and 384 tokens; give two versions" in capsys.readouterr().err
