@@ -57,13 +57,15 @@ def pass_bytes(target: Transformer, draft: nn.Module | None, K: int, context: fl
 def prefill_flops(target: Transformer, draft: nn.Module | None, tokens: int) -> float:
     """Floating-point operations of a prompt, a multiply-add as two: the linears, heads left out as they see one row,
     and attention, where a row sees half of the prompt on average."""
-    models, itemsize = [model for model in (target, draft) if model is not None], target.norm.weight.element_size()
-    parts = [part for model in models for name, part in model.named_children() if name not in ("head", "embed")]
-    layers = [(target.config, target.config.n_layer)] + (
-        [(draft.config.layer, draft.config.layer.n_layer)] if draft else []
-    )
-    attention = sum(2 * tokens * config.n_head * config.head_dim * n for config, n in layers)
-    return tokens * (2 * held_bytes(*parts) / itemsize + attention)
+    operations = 0
+    for config in [target.config] + ([draft.config.layer] if draft else []):
+        queries, keys = (heads * config.head_dim for heads in (config.n_head, config.n_kv_head))
+        weights = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+        operations += config.n_layer * (2 * weights + 2 * tokens * queries)
+        if draft and config is draft.config.layer:  # the features, and a first layer that is twice as wide
+            features = len(draft.config.aux_layer_ids) * draft.config.target_hidden_size
+            operations += 2 * config.hidden_size * (features + queries + 2 * keys)
+    return tokens * operations
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 1536, repeats: int = 20) -> float:

@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import sys
 from contextlib import nullcontext
 from functools import partial
 
@@ -215,12 +214,13 @@ def test_it_measures_plain_decoding_alone(command):
     assert (code, plain["K"], plain["emitted"]) == (0, 0, 8)
 
 
-def test_the_progress_bar_is_for_terminals(monkeypatch, capsys):
-    run.show_progress(1, 4, "plain")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    run.show_progress(1, 3, "plain")
-    assert capsys.readouterr().err.endswith("[##########....................] 1/3 plain")
+def test_a_prompts_operations_are_those_of_the_linears_and_of_attention():
+    target, draft = open_pair(FIXTURES / "drafts" / "eagle3_two_layers")
+    linears = [module for model in (target, draft) for name, module in model.named_modules() if name != "head"]
+    weights = sum(module.weight.numel() for module in linears if isinstance(module, torch.nn.Linear))
+    configs = (target.config, draft.config.layer)
+    attention = sum(2 * 10 * config.n_head * config.head_dim * config.n_layer for config in configs)
+    assert bandwidth.prefill_flops(target, draft, 10) == 10 * (2 * weights + attention)
 
 
 # ---- the door --------------------------------------------------------------------------------------------------------

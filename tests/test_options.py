@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from options import parse_args
+from options import parse_args, show_progress
 from speculators_config import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -217,3 +217,11 @@ def test_help_of_the_command():
     run = subprocess.run([sys.executable, ROOT / "generate.py", "--help"], capture_output=True, text=True, cwd=ROOT)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith("usage: generate.py ")
+
+
+def test_the_progress_bar_is_for_terminals(monkeypatch, capsys):
+    show_progress(1, 4, "plain")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    show_progress(1, 3, "plain")
+    assert capsys.readouterr().err.endswith("[##########....................] 1/3 plain")

@@ -103,6 +103,8 @@ def open_target(args: argparse.Namespace, folder: Path, config: SpeculatorConfig
         target = command.load_target(folder, target_config, config.aux_layer_ids if config else (), device, dtype)
         if kernels:
             command.use_cpu_kernels([target])
+        elif batch == 0 or device.type != "cuda":  # its head is read whole, or its layers anew at every call
+            command.hold_eight_bits([target], lambda linear, dtype: False)
     if batch > 0:
         target.allocate(batch, -(-(args.length + 1) // 64) * 64)  # in chunks of 64; the last slot takes padding
     return target
