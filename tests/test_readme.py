@@ -6,6 +6,7 @@ import shlex
 from conftest import FIXTURES
 
 import convert_hf_checkpoint
+import quantize
 from options import parse_args
 
 ROOT = FIXTURES.parents[1]
@@ -21,6 +22,8 @@ def test_its_commands_are_commands():
     assert conversions
     for command in conversions:
         assert convert_hf_checkpoint.parse_args(shlex.split(command)).out
+    for command in re.findall(r"^python quantize\.py (.+)$", README, re.MULTILINE):
+        assert quantize.parse_args(shlex.split(command))
 
 
 def test_its_make_targets_exist():
@@ -30,7 +33,9 @@ def test_its_make_targets_exist():
 
 
 def test_its_options_exist_and_its_file_map_is_complete():
-    source = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("options.py", "train/eagle3.py"))
+    source = "".join(
+        (ROOT / name).read_text(encoding="utf-8") for name in ("options.py", "train/eagle3.py", "quantize.py")
+    )
     assert all(f'"{option}"' in source for option in re.findall(r"`(--\w+)", README))
     listed = set(re.findall(r"^\| `(\w+\.py)` \|", README, re.MULTILINE))
     assert listed == {path.name for path in ROOT.glob("*.py")}
