@@ -42,6 +42,7 @@ from prompts import Dialogue, Question, read_prompt_file
 from speculators_config import (
     ConfigError,
     DecoderConfig,
+    Quantisation,
     SpeculatorConfig,
     find_target,
     fit_to_target,
@@ -252,8 +253,13 @@ def load_draft(config: SpeculatorConfig, target: Transformer) -> nn.Module:
     if draft.looks_untrained():
         say(f"notice: {config.folder}: the first layer looks untrained; was it lost in a conversion?")
     owner = {True: "the draft's own", False: "the target's"}
-    say(f"draft: embedding {owner['embed.weight' in names]}, head {owner['head.weight' in names]}")
+    owned = f"embedding {owner['embed.weight' in names]}, head {owner['head.weight' in names]}"
+    say(f"draft: {owned}{of_codes(config.quantisation)}")
     return draft.eval()
+
+
+def of_codes(quantisation: Quantisation | None) -> str:
+    return f", weights in {quantisation.codes}" if quantisation else ""
 
 
 def say_ignored(names: list[str]) -> None:
@@ -479,9 +485,8 @@ def run(plan: Plan, answers: list[Answer]) -> None:
     decoder = make_decoder(plan, *load_models(plan))
     load_seconds, compile_seconds = time.perf_counter() - began, 0.0
     device = decoder.state.tokens.device.type
-    say(
-        f"target {plan.target_name}: {plan.target.model_type}, {plan.dtype} on {device}, loaded in {load_seconds:.1f} s"
-    )
+    kind = f"{plan.target.model_type}, {plan.dtype} on {device}{of_codes(plan.target.quantisation)}"
+    say(f"target {plan.target_name}: {kind}, loaded in {load_seconds:.1f} s")
     if args.compile:
         say("compiling: up to a minute or so the first time, seconds when torch's cache has it ...")
         compile_seconds = compile_steps(decoder, plain_too=args.baseline and plan.K > 0)

@@ -104,9 +104,9 @@ class SpeculatorConfig:
     fc_norm: bool
     norm_output: bool
     layer: DecoderConfig
-    quantisation: Quantisation | None
     chosen: tuple[str, ...]  # for people: each choice and where it comes from
     notices: tuple[str, ...]  # for people: what was assumed
+    quantisation: Quantisation | None = None
 
 
 @dataclass
@@ -459,9 +459,9 @@ def read_speculator(
         aux_layer_ids=ids,
         aux_source="--aux_layer_ids" if aux_layer_ids else "config" if ids else "default",
         layer=layer,
-        quantisation=read_quantisation(fields),
         chosen=tuple(chosen),
         notices=tuple(notices),
+        quantisation=read_quantisation(fields),
         **flags,
     )
 

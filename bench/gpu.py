@@ -28,6 +28,7 @@ import options
 import speculate
 from bench import bandwidth, run
 from eagle3 import Eagle3
+from eight_bit import EightBitLinear, quantised
 from model import Transformer
 from prompts import QUESTIONS
 from speculate import Decoder, Round, State
@@ -43,6 +44,7 @@ GOALS = 0.85, 0.75  # plain and speculative, shares of the copy bandwidth
 CONTEXT = 1024  # tokens, at the end of an answer
 TIMED_ROUNDS = 25  # of each answer: whole repetitions of every pattern
 REPEATS = 5
+LINEAR_ROWS = (1, 4, 8)
 LINE = (
     "synthetic, K = {K}: {milliseconds_per_round:.2f} ms a round, {gigabytes_per_round:.2f} GB at "
     "{gigabytes_per_second:.0f} GB/s = {share_of_bandwidth:.0%} of the copy bandwidth (goal: {goal:.0%}); "
@@ -237,6 +239,54 @@ def measure_synthetic(device: torch.device, tiny: bool, compiled: bool) -> dict:
     return {"shape": shape, "dtype": "bfloat16", "context": CONTEXT, "copy_bandwidth": rate, "arms": arms}
 
 
+# ---- linears in eight bits -------------------------------------------------------------------------------------------
+
+
+def linear_calls(size: int, out: int, device: torch.device) -> dict[str, tuple[int, Callable[[Tensor], Tensor]]]:
+    """The same linear in bf16, in both kinds of codes, and as torch's product of float8s, which needs the activations
+    quantised too: the bytes of its weights, and the call."""
+    plain = nn.Linear(size, out, bias=False, device=device, dtype=torch.bfloat16)
+    calls: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {"bf16": (plain.weight.nbytes, plain)}
+    for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        linear = EightBitLinear(size, out, False, dtype, size).to(device)
+        linear.weight, scale = quantised(plain.weight.detach(), dtype)
+        linear.scale = scale.float()
+        calls[name] = (linear.weight.nbytes, linear)
+    codes, by = linear.weight.t(), linear.scale.t()
+
+    def scaled_mm(x: Tensor) -> Tensor:
+        scale = x.float().abs().amax(-1, keepdim=True) / 448
+        return torch._scaled_mm((x / scale).to(codes.dtype), codes, scale, by, out_dtype=x.dtype)
+
+    return calls | {"_scaled_mm": (codes.nbytes, scaled_mm)}
+
+
+def seconds_of(linears: list[Callable[[Tensor], Tensor]], x: Tensor, compiled: bool) -> float:
+    """One of them, when all take turns: together they are more than a cache holds."""
+
+    def all_of_them() -> list[Tensor]:
+        return [linear(x) for linear in linears]
+
+    call = speculate.compile_call(all_of_them, x.is_cuda) if compiled else all_of_them
+    with torch.inference_mode():
+        return bandwidth.best_seconds(call, x.device, 20) / len(linears)
+
+
+def measure_linears(device: torch.device, tiny: bool, compiled: bool) -> list[dict]:
+    """The mlp's first linear of Llama-3.1-8B: microseconds and, of the weights, bytes per second."""
+    size, out, copies, records = (64, 96, 1, []) if tiny else (4096, 28672, 8, [])
+    made = [linear_calls(size, out, device) for _ in range(copies)]
+    for rows in LINEAR_ROWS:
+        x, record = torch.randn(rows, size, device=device, dtype=torch.bfloat16), {"rows": rows}
+        for name, (read, _) in made[0].items():
+            seconds = seconds_of([calls[name][1] for calls in made], x, compiled)
+            record[name] = {"microseconds": 1e6 * seconds, "gigabytes_per_second": read / seconds / 1e9}
+        taken = (f"{name} {record[name]['microseconds']:.0f} us" for name in made[0])
+        print(f"linear {size} -> {out}, {rows} rows: {', '.join(taken)}", flush=True)
+        records.append(record)
+    return records
+
+
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -271,8 +321,12 @@ def measure(args: argparse.Namespace) -> dict:
     def measure_shapes() -> None:
         record["synthetic"] = measure_synthetic(device, args.tiny, not args.no_compile)
 
+    def measure_eight_bits() -> None:
+        record["linears"] = measure_linears(device, args.tiny, not args.no_compile)
+
     check_round(outcomes, generate.make_plan(options.parse_args(pair + asked + exact)))
     check(outcomes, "the demo pair is measured", measure_demo)
+    check(outcomes, "linears in eight bits are measured", measure_eight_bits)
     check(outcomes, "the synthetic pair is measured", measure_shapes)
     return record
 

@@ -49,10 +49,11 @@ def test_every_step_runs(script):
     code, lines, err = script()
     assert code == 0, err
     record = json.loads(lines[-1])
-    assert set(record) == {"device", "torch", "checks", "demo", "synthetic"}
-    assert sum(line.endswith(": ok") for line in lines) == len(gpu.CHECKED_KS) + 2  # and the two measurements
+    assert set(record) == {"device", "torch", "checks", "demo", "linears", "synthetic"}
+    assert sum(line.endswith(": ok") for line in lines) == len(gpu.CHECKED_KS) + 3  # and the three measurements
     assert sum(line.endswith(": skipped: no CUDA") for line in lines) == 4
     assert [arm["K"] for arm in record["demo"]["arms"]] == [0, 3]
+    assert [set(linear) for linear in record["linears"]] == [{"rows", "bf16", "int8", "fp8", "_scaled_mm"}] * 3
     arms = record["synthetic"]["arms"]
     assert [(arm["K"], arm["goal"]) for arm in arms] == [(0, 0.85), (3, 0.75), (5, 0.75)]
     for arm in arms:
@@ -63,6 +64,16 @@ def test_every_step_runs(script):
         assert arm["share_of_bandwidth"] == pytest.approx(1e9 * rate / record["synthetic"]["copy_bandwidth"])
     begin = next(i for i, line in enumerate(lines) if "forced" in line)  # every number of the synthetic pair says so
     assert ["synthetic" in line for line in lines[begin:-1]] == [True] * (1 + len(gpu.FORCED) + 1)
+
+
+@torch.inference_mode()
+def test_the_linears_that_are_compared_say_the_same():
+    torch.manual_seed(0)
+    calls, x = gpu.linear_calls(64, 96, CPU), torch.randn(4, 64).bfloat16()
+    wanted = calls["bf16"][1](x).float()
+    for name, off in (("int8", 0.02), ("fp8", 0.06), ("_scaled_mm", 0.09)):
+        assert (calls[name][1](x).float() - wanted).abs().max() < off * wanted.abs().max(), name
+        assert 2 * calls[name][0] == calls["bf16"][0]
 
 
 @pytest.fixture
