@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,8 @@ SMALL_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.*"),
 )
+WRITTEN_BY = "eagle-fast"  # in the config.json of every folder that is written here, which only then is replaced
+WRITTEN = ("config.json", "README.md", "*.safetensors", *SMALL_FILES)
 FLOATS = ("F32", "F16", "BF16")
 CODES = ("I8", "F8_E4M3")  # of weights in eight bits: nothing without their scales
 EXACT = {
@@ -223,7 +226,8 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
         what = "broken, or it holds more than tensors, which could run code"
         raise ConfigError(f"{path}: not loaded: {what}; fetch it again, or give safetensors") from error
-    if not isinstance(read, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in read.values()):
+    named = isinstance(read, dict) and all(isinstance(name, str) for name in read)
+    if not named or not all(isinstance(tensor, torch.Tensor) for tensor in read.values()):
         raise ConfigError(f"{path}: not loaded: no table of tensors; give a checkpoint saved as safetensors")
     return read
 
@@ -333,36 +337,65 @@ def _some(names: list[str]) -> str:
 # To a folder.
 
 
-def check_out(out: Path, mark: str) -> None:
-    """ConfigError unless `out` can be written: it is not there, is empty, or holds an earlier result, whose config.json
-    has the key `mark`."""
-    held, config = out.is_dir() and any(out.iterdir()), out / "config.json"
-    if not out.name or out.is_file() or (held and not (config.is_file() and mark in read_json(config))):
-        raise ConfigError(f"--out: {out}: is there and is none of ours; give another")
+def check_out(out: Path, *sources: str) -> None:
+    """ConfigError unless the folder `out` can be written: it is not there, or is empty, or holds an earlier result and
+    nothing else. sources: names of what is read, which may not lie in it."""
+    if out.is_symlink() or not out.name or (out.exists() and not out.is_dir()):
+        raise ConfigError(f"--out: {out}: is there and is no folder; give another")
+    for source in map(os.path.expanduser, sources):
+        if os.path.isdir(source) and Path(source).resolve().is_relative_to(out.resolve()):
+            raise ConfigError(f"--out: {out}: holds {source}, which is read; give another")
+    held = sorted(path.relative_to(out) for path in out.rglob("*") if not path.is_dir())
+    foreign = [str(path) for path in held if not any(path.match(pattern) for pattern in WRITTEN)]
+    if held and (foreign or read_json(out / "config.json", optional=True).get("written_by") != WRITTEN_BY):
+        what = f"holds {_some(foreign)}" if foreign else "holds a checkpoint"
+        raise ConfigError(f"--out: {out}: {what}, not written by eagle-fast; give another")
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes it, in place of what was there, once the block has ended without an error."""
-    scratch = out.with_name(out.name + ".part")
-    shutil.rmtree(scratch, ignore_errors=True)
+    """A folder that becomes `out`, in place of what was there, once the block has ended without an error.
+
+    Raises ConfigError where it cannot be written."""
     try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        shutil.rmtree(out, ignore_errors=True)
-        scratch.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"--out: {out}: cannot be written ({error.strerror}); give another") from error
+    made, before = scratch / out.name, scratch / "before"
+    try:
+        made.mkdir()
+        yield made
+        if out.exists():
+            out.rename(before)
+        made.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--out: {out}: cannot be written ({error}); make room, or give another") from error
     finally:
+        if before.exists() and not out.exists():  # interrupted between the two
+            before.rename(out)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_checkpoint(folder: Path, raw: dict, tensors: dict[str, torch.Tensor]) -> None:
     """config.json and model.safetensors."""
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    write_config(folder, raw)
     save_tensors(folder / WEIGHTS, tensors)
 
 
+def write_config(folder: Path, raw: dict) -> None:
+    text = json.dumps(raw | {"written_by": WRITTEN_BY}, indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Bit for bit; tensors that share their memory are written one by one."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    alone, seen = {}, set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        alone[name] = tensor.clone() if storage in seen else tensor.contiguous()
+        seen.add(storage)
+    save_file(alone, path, {"format": "pt"})
     path.chmod(0o644)  # which safetensors makes its writer's alone

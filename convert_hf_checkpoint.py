@@ -183,7 +183,8 @@ def unpacked(found: dict[str, Stored], module: str, packed: Stored) -> Stored:
     rows, columns = (int(size) for size in shape.read())
     del found[f"{module}.weight_packed"]
     if packed.shape != (rows, -(-columns // 4)) or packed.dtype != "I32":
-        raise ConfigError(f"{packed.file}: {packed.name}: {list(packed.shape)} int32s do not hold {rows} x {columns}")
+        wrong = f"{list(packed.shape)} int32s do not hold {rows} x {columns}"
+        raise ConfigError(f"{packed.file}: {packed.name}: {wrong}; fetch the file again")
 
     def laid_out(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.contiguous().view(torch.uint8)[:, :columns].int() - 128).to(torch.int8)
@@ -276,6 +277,8 @@ def known_ids(d2t: torch.Tensor, vocab_size: int, folder: Path) -> torch.Tensor:
     """(V,) bool: which target ids the offsets d2t (Vd,) lead to."""
     import torch
 
+    if d2t.ndim != 1 or not d2t.numel() or d2t.is_floating_point():
+        raise ConfigError(f"{folder}: d2t: {list(d2t.shape)} of {d2t.dtype}, no offsets; is it this file's?")
     ids = d2t + torch.arange(len(d2t))
     if not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ConfigError(f"{folder}: d2t: leads outside the {vocab_size} tokens of its config; is it this file's?")
@@ -315,7 +318,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> None:
     args = parse_args(argv)
-    check_out(args.out, "speculators_model_type")
+    check_out(args.out, args.draft, args.target)
     config = convert(args.draft, args.target, args.out, args.aux_layer_ids, args.num_speculative_tokens)
     for line in (*config.notices, f"{args.out}: {', '.join(config.chosen)}"):
         print(line, file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from speculators_config import FLAGS, HARMLESS, DecoderConfig, Fields, is_foreign, read_json
+from speculators_config import FLAGS, HARMLESS, DecoderConfig, Fields, is_foreign, read_json, read_rope
 
 # What a draft's layers take over from a llama config, as far as it is there; a target's, or another family's draft's.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
@@ -61,15 +61,16 @@ def converted_config(
     nested = fields.sub("eagle_config", {})
     flags = read_switches(fields, nested)
     size = fields.get("draft_vocab_size", int, None, 1) or fields.get("truncated_vocab_size", int, None, 1)
+    vocabulary = fields.get("vocab_size", int, ..., 1)
     layer = {key: fields.raw[key] for key in SIZES + WINDOWS + BIASES if fields.raw.get(key) is not None}
-    if not any(
-        "rope_theta" in part for part in (layer, layer.get("rope_parameters", {}), layer.get("rope_scaling", {}))
-    ):
-        layer["rope_theta"] = 10000.0  # what their own code takes where the file says nothing
+    if read_rope(fields)[1]:  # notices that there is no theta
+        layer["rope_theta"] = 10000.0  # what their own code takes then
     layer |= {"model_type": fields.get("model_type", str, "llama"), "num_hidden_layers": n_layer}
     layer |= {"hidden_act": fields.get("hidden_act", str, "silu"), "tie_word_embeddings": False}
+    if "layer_types" in layer:  # of the target's layers, where their number is
+        layer["layer_types"] = fields.get("layer_types", list)[:n_layer]
     ids = aux or read_ids(fields, nested, target.n_layer)
-    raw = speculators_json(layer, target_name, K, size or fields.get("vocab_size", int, ..., 1), ids, flags)
+    raw = speculators_json(layer, target_name, K, size or vocabulary, ids, flags)
     return raw | {"target_hidden_size": fields.get("target_hidden_size", int, None, 1)}
 
 
@@ -102,10 +103,12 @@ def read_switches(fields: Fields, nested: Fields) -> dict[str, bool]:
 
 def read_ids(fields: Fields, nested: Fields, n_layer: int) -> tuple[int, ...]:
     """The aux layers as speculators counts them. These families name the layer whose *output* is meant: one less."""
-    written: Collection[int] | None = nested.get(IDS, list) or fields.get("aux_hidden_states_layer_ids", list)
-    if written is None and fields.raw.get(IDS):
-        wrong = "outside eagle_config, a layer's input and its output are both meant by some"
+    found = [ids for ids in (nested.get(IDS, list), fields.get("aux_hidden_states_layer_ids", list)) if ids]
+    if fields.raw.get(IDS) or any(ids != found[0] for ids in found):
+        wrong = "beside eagle_config, a layer's input and its output are both meant by some"
+        wrong = "says something else than aux_hidden_states_layer_ids" if found[1:] else wrong
         raise fields.error(IDS, wrong, "give --aux_layer_ids: the layers whose input feeds the draft")
+    written: Collection[int] = found[0] if found else ()
     if not written:
         return (2, n_layer // 2, n_layer - 3)
     if not all(type(i) is int for i in written):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor, nn
 
+from eight_bit import dequantised
 from model import Block, DecoderLayer, Positions, RMSNorm, Stack, allocate_caches, embedding
 from speculators_config import ConfigError, DecoderConfig, SpeculatorConfig
 
@@ -76,7 +77,9 @@ class Eagle3(nn.Module):
         """Does its first layer look as if nobody had trained it? Converters have saved such layers, and then hardly a
         token is accepted, which nothing else would show."""
         block, widths = self.first.block, (self.first.embed_norm, self.first.feature_norm, self.first.block.mlp_norm)
-        std = block.attention.qkv.weight.float().std().item()
+        qkv = block.attention.qkv
+        weight = qkv.weight.float() if isinstance(qkv, nn.Linear) else dequantised(qkv.weight, qkv.scale, qkv.group)
+        std = weight.std().item()
         return all((norm.weight == 1).all() for norm in widths) and abs(std - 0.02) < 0.002
 
     def allocate(self, batch: int, slots: int) -> None:

@@ -18,8 +18,8 @@ class EightBitLinear(nn.Module):
     """nn.Linear with codes (out, in) and scales (out, in / group, rounded up), both buffers: nothing turns their dtype
     into the model's.
 
-    The weight is made where it is used. Inductor fuses that into the product on CUDA, which then reads eight bits; on a
-    CPU it would be made anew at every call, so there cpu_kernels or `held_as` takes the module's place."""
+    The weight is made where it is used, for Inductor to fuse into the product on CUDA; on a CPU it would be made anew
+    at every call, so there cpu_kernels or `held_as` takes the module's place."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, codes: torch.dtype, group: int):
         super().__init__()
@@ -40,11 +40,14 @@ def dequantised(codes: Tensor, scale: Tensor, group: int) -> Tensor:
 
 
 def quantised(weight: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor]:
-    """weight (out, in) -> codes, and scales (out, 1) in the weight's dtype; a row of zeros gets its epsilon.
+    """weight (out, in) -> codes, and scales (out, 1) in the weight's dtype (float16: fp32); a row of zeros gets its
+    epsilon.
 
     The scale is rounded to that dtype first and what was rounded is divided by: for float8 in the dtype itself, which
     gives the codes of compressed-tensors bit for bit; for int8 in fp32, which comes closer. Clamped before the cast,
     which would make NaN of what lies outside."""
+    if weight.dtype == torch.float16:  # in which the scales of small rows would be subnormal
+        weight = weight.float()
     largest = LARGEST[codes]
     scale = weight.abs().amax(dim=1, keepdim=True) / largest
     scale = torch.where(scale == 0, torch.finfo(weight.dtype).eps, scale)
@@ -54,11 +57,12 @@ def quantised(weight: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def held_as(linear: EightBitLinear, dtype: torch.dtype) -> nn.Linear:
-    """The same with its weight made once, in `dtype`."""
+    """The same with its weight made once, in `dtype`; takes the codes away from `linear`."""
     weight = dequantised(linear.weight, linear.scale, linear.group).to(dtype)
     with torch.device("meta"):
         plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
     plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), linear.bias
+    linear.weight, linear.scale = linear.weight.new_empty(0), linear.scale.new_empty(0)  # not twice in memory
     return plain
 
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from eight_bit import EightBitLinear
     from model import Transformer
     from speculate import Decoder
 
@@ -229,7 +230,8 @@ def load_target(
     names = target_names(config, stored)
     with torch.device("meta"):
         target = Transformer(config, aux_layer_ids, tied="head.weight" not in names)
-    names = with_eight_bit_linears(target, names, stored)
+    if device.type != "mps":  # which has no float8: there weights are made while they are read
+        names = with_eight_bit_linears(target, names, stored)
     say_ignored(load_weights(target, names, stored, tolerated=TOLERATED, device=device, dtype=dtype))
     return target.eval()
 
@@ -246,8 +248,9 @@ def load_draft(config: SpeculatorConfig, target: Transformer) -> nn.Module:
     config, names = name_tensors(config, stored)
     with torch.device("meta"):
         draft = build(config, own=names)
-    names = with_eight_bit_linears(draft, names, stored)
     weight = target.norm.weight
+    if weight.device.type != "mps":
+        names = with_eight_bit_linears(draft, names, stored)
     say_ignored(load_weights(draft, names, stored, tolerated=TOLERATED, device=weight.device, dtype=weight.dtype))
     draft.settle(target.embed, target.head)
     if draft.looks_untrained():
@@ -285,8 +288,8 @@ def load_models(plan: Plan) -> list[nn.Module]:
         models = [target, load_draft(plan.speculator, target)] if K > 0 else [target]
         if kernels:
             use_cpu_kernels(models)
-        elif device.type != "cuda":
-            hold_eight_bits(models, lambda linear, dtype: False)
+        else:
+            hold_eight_bits(models, fast_on(device))
     for model in models:
         model.allocate(1, speculate.cache_slots(plan.max_seq_len))
     return models
@@ -316,7 +319,17 @@ def use_cpu_kernels(models: list[nn.Module]) -> None:
     cpu_kernels.install(*models)
 
 
-def hold_eight_bits(models: list[nn.Module], fast: Callable[[nn.Module, torch.dtype], bool]) -> None:
+def fast_on(device: torch.device) -> Callable[[EightBitLinear, torch.dtype], bool]:
+    """Which linears PyTorch itself may run in eight bits: on CUDA, and Triton reads float8 from Ada and Hopper on."""
+    import torch
+
+    codes = {torch.int8, torch.float8_e4m3fn} if device.type == "cuda" else set()
+    if codes and torch.cuda.get_device_capability(device) < (8, 9):
+        codes.remove(torch.float8_e4m3fn)
+    return lambda linear, dtype: linear.weight.dtype in codes
+
+
+def hold_eight_bits(models: list[nn.Module], fast: Callable[[EightBitLinear, torch.dtype], bool]) -> None:
     """In 16 bits, where nothing here reads them faster in eight."""
     import eight_bit
 

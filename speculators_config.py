@@ -242,19 +242,18 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
         return read_compressed_tensors(config)
     if method != "fp8":
         raise config.error("quant_method", f"'{method}' is not implemented", "compressed-tensors and fp8 are")
-    ignored = [name for key in ("ignored_layers", "modules_to_not_convert") for name in config.get(key, list, [])]
+    ignored = read_ignored(config, "ignored_layers") + read_ignored(config, "modules_to_not_convert")
     block = config.get("weight_block_size", list)
     if (kind := config.get("fmt", str, "e4m3")) != "e4m3":
         raise config.error("fmt", f"'{kind}' is not implemented", "e4m3 is")
     scale = "weight_scale" if block is None else "weight_scale_inv"  # a factor like the other, despite its name
-    return Quantisation("fp8", scale, read_block(config, "weight_block_size", block), False, tuple(ignored))
+    return Quantisation("fp8", scale, read_block(config, "weight_block_size", block), False, ignored)
 
 
 # Names that compressed-tensors has for whole groups, as far as they are weights in eight bits.
 PRESETS = {
     "FP8": ("float", "tensor", None), "FP8_DYNAMIC": ("float", "channel", None),
-    "FP8_BLOCK": ("float", "block", [128, 128]),
-    "W8A16": ("int", "channel", None), "W8A8": ("int", "channel", None), "INT8": ("int", "channel", None),
+    "FP8_BLOCK": ("float", "block", [128, 128]), "W8A16": ("int", "channel", None),
 }  # fmt: skip
 
 
@@ -280,6 +279,8 @@ def read_compressed_tensors(config: Fields) -> Quantisation:
                 if weights.get(key, bool, wanted) != wanted:
                     wrong = f"is not implemented unless it is {str(wanted).lower()}"
                     raise weights.error(key, wrong, "use another checkpoint")
+            if kind == "int" and group.get("input_activations"):
+                raise groups.error(name, "int activations (W8A8) are not implemented", "use one with weights alone")
             if weights.raw.get("actorder"):
                 raise weights.error("actorder", "is not implemented", "use another checkpoint")
             if strategy == "group":
@@ -297,8 +298,17 @@ def read_compressed_tensors(config: Fields) -> Quantisation:
     form = config.get("format", str, "float-quantized" if codes == "fp8" else "int-quantized")
     if form not in (("float-quantized", "naive-quantized") if codes == "fp8" else ("int-quantized", "pack-quantized")):
         raise config.error("format", f"'{form}' is not implemented for {codes} weights", "use another checkpoint")
-    ignored = tuple(config.get("ignore", list, []))
-    return Quantisation(codes, "weight_scale", block, form == "pack-quantized", ignored)
+    return Quantisation(codes, "weight_scale", block, form == "pack-quantized", read_ignored(config, "ignore"))
+
+
+def read_ignored(config: Fields, key: str) -> tuple[str, ...]:
+    names = config.get(key, list, [])
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:"))
+        except (AttributeError, re.error):
+            raise config.error(key, f"{json.dumps(name)} is no name and no re:regex", "correct the file") from None
+    return tuple(names)
 
 
 def read_block(fields: Fields, key: str, block: list | None) -> tuple[int, int] | None:
@@ -480,8 +490,10 @@ def find_target(config: SpeculatorConfig, override: str | None) -> str:
     if config.target is None:
         field = f"{config.folder / 'config.json'}: speculators_config.verifier.name_or_path"
         raise ConfigError(f"{field}: names no target; give --target PATH_OR_REPO")
-    if not os.path.isdir(config.target) and (config.folder / config.target).is_dir():
-        return str(config.folder / config.target)
+    beside = config.folder / config.target
+    relative = config.target.startswith(".")  # which says where it begins: at the file that says so
+    if (relative or not os.path.isdir(config.target)) and beside.is_dir():
+        return str(beside)
     return config.target
 
 

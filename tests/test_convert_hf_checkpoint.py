@@ -103,6 +103,10 @@ def test_a_map_of_one_side_gets_the_other(tmp_path):
         {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0}, "rope_theta": ...},
         {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {
+            "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0}},
+            "rope_theta": ...,
+        },
     ],
 )
 def test_rope_keeps_its_theta_and_its_scaling(config, tmp_path):
@@ -128,7 +132,8 @@ def test_a_prefix_and_inverse_frequencies_are_dropped(tmp_path):
 
 def test_the_number_of_layers_is_that_of_the_weights(tmp_path):
     """Public files exist that give the target's."""
-    folder = edited("specforge", tmp_path / "in", num_hidden_layers=40)
+    types = ["full_attention"] * 40
+    folder = edited("specforge", tmp_path / "in", num_hidden_layers=40, layer_types=types)
     convert(str(folder), str(TARGET), tmp_path / "out", None, 3)
     assert read_speculator(tmp_path / "out").layer.n_layer == 1
 
@@ -171,7 +176,7 @@ def test_a_pickle_with_a_payload_is_refused_and_does_not_run(tmp_path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"midlayer.x": 3}])
+@pytest.mark.parametrize("content", [[1, 2], {"midlayer.x": 3}, {3: torch.ones(1)}])
 def test_a_pickle_of_something_else_is_refused(content, tmp_path):
     shutil.copytree(THIRD_PARTY / "safeailab_eagle3", tmp_path / "in")
     torch.save(content, tmp_path / "in" / "pytorch_model.bin")
@@ -212,8 +217,10 @@ DOORS = [
     (
         {"eagle_config": ..., "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
         dict,
-        "layer_ids: outside eagle_config, a layer's input and its output are both meant by some; give --aux_layer_ids",
+        "layer_ids: beside eagle_config, a layer's input and its output are both meant by some; give --aux_layer_ids",
     ),
+    (nested() | {"aux_hidden_states_layer_ids": [0, 1, 7]}, dict, "layer_ids: says something else than aux_hidden"),
+    ({"vocab_size": ...}, dict, "config.json: vocab_size: missing"),
     ({"hidden_size": 24}, dict, "target_hidden_size: drafts for a hidden size of 24, the target's is 32"),
     ({"vocab_size": 32000}, dict, "vocab_size: drafts for 32000 tokens, the target has 320"),
     ({"draft_vocab_size": 32}, dict, r"stored as \[64, 32\], the model has \[32, 32\]"),
@@ -243,6 +250,26 @@ def test_offsets_without_a_mask_are_checked_too(tmp_path):
         convert(str(folder), str(TARGET), tmp_path / "out", None, 3)
 
 
+def test_offsets_that_are_none_are_refused(tmp_path):
+    def scalar(tensors):
+        return {name: t for name, t in tensors.items() if name != "t2d"} | {"d2t": torch.tensor(3)}
+
+    folder = edited("specforge", tmp_path / "in", scalar)
+    with pytest.raises(ConfigError, match=r"d2t: \[\] of torch.int64, no offsets"):
+        convert(str(folder), str(TARGET), tmp_path / "out", None, 3)
+
+
+def test_tensors_that_share_their_memory_are_written_apart(tmp_path):
+    """A pickle keeps them together."""
+    shutil.copytree(THIRD_PARTY / "safeailab_eagle3_other_hidden", tmp_path / "in")
+    tensors = tensors_of("safeailab_eagle3_other_hidden")
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"][:64]
+    torch.save(tensors, tmp_path / "in" / "pytorch_model.bin")
+    convert(str(tmp_path / "in"), str(TARGET), tmp_path / "out", None, 3)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], written["embed_tokens.weight"][:64])
+
+
 def test_a_target_is_no_draft(tmp_path):
     with pytest.raises(ConfigError, match="is none of an EAGLE-3 draft"):
         convert(str(TARGET), str(TARGET), tmp_path / "out", None, 3)
@@ -269,7 +296,7 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
         (["nowhere/to/be", "--target", TARGET, "--out", "OUT"], "error: DRAFT: nowhere/to/be: no such folder"),
         ([THIRD_PARTY / "specforge", "--target", "a/b/c", "--out", "OUT"], "error: --target: a/b/c: no such folder"),
         ([THIRD_PARTY / "specforge", "--out", "OUT"], "error: options: the following arguments are required: --target"),
-        ([THIRD_PARTY / "specforge", "--target", TARGET, "--out", TARGET], "is there and is none of ours"),
+        ([THIRD_PARTY / "specforge", "--target", TARGET, "--out", THIRD_PARTY], "third_party: holds "),
     ],
 )
 def test_what_a_user_can_get_wrong_is_one_line(argv, message, tmp_path, capsys):

@@ -15,7 +15,7 @@ import generate
 import quantize
 from eight_bit import EightBitLinear, dequantised
 from options import exit_code
-from speculators_config import read_target
+from speculators_config import find_target, read_speculator, read_target
 
 TARGET, TIED = FIXTURES / "targets" / "llama_gqa", FIXTURES / "targets" / "llama_tied"
 DRAFT = FIXTURES / "drafts" / "eagle3_trained"
@@ -65,7 +65,7 @@ def test_layers_linears_become_codes_and_all_else_keeps_its_bits(mode, tmp_path)
 def test_the_config_says_so_and_the_rest_is_copied(mode, tmp_path):
     out = write(tmp_path / "out", mode)
     raw, quantisation = config_of(out), read_target(out)[0].quantisation
-    added = {"quantization_config", "quantized_by"}
+    added = {"quantization_config", "written_by"}
     assert {key: value for key, value in raw.items() if key not in added} == config_of(TARGET)
     assert (quantisation.codes, quantisation.ignored) == (mode, ("lm_head",))
     group = raw["quantization_config"]["config_groups"]["group_0"]
@@ -108,14 +108,61 @@ def test_twice_gives_the_same_bytes_and_nothing_is_left_beside(mode, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_run_that_breaks_off_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_breaks_off_leaves_what_was_there(there, tmp_path, monkeypatch):
+    before = contents(write(tmp_path / "out", "int8")) if there else {}
+
     def interrupt(path, tensors):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(quantize, "save_tensors", interrupt)
     assert run("--checkpoint", TARGET, "--mode", "fp8", "--out", tmp_path / "out") == 130
+    assert contents(tmp_path) == {f"out/{name}": held for name, held in before.items()}
+
+
+def test_an_interrupt_while_the_new_takes_the_olds_place_loses_neither(tmp_path, monkeypatch):
+    before, real, moved = contents(write(tmp_path / "out", "int8")), Path.rename, []
+
+    def rename(path, to):
+        moved.append(to)
+        if len(moved) == 2:  # the old one is away, the new one not yet there
+            raise KeyboardInterrupt
+        return real(path, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    assert run("--checkpoint", TARGET, "--mode", "fp8", "--out", tmp_path / "out") == 130
+    assert contents(tmp_path) == {f"out/{name}": held for name, held in before.items()}
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(quantize, "save_tensors", full)
+    assert run("--checkpoint", TARGET, "--mode", "fp8", "--out", tmp_path / "out") == 2
+    assert "cannot be written ([Errno 28] No space left on device); make room" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["NOTES.txt", "speculator/mine.bin"])
+def test_a_folder_with_other_files_is_not_replaced(name, tmp_path, capsys):
+    out = write(tmp_path / "out", "fp8", "--also_draft", DRAFT)
+    (out / name).write_text("mine")
+    assert run("--checkpoint", TARGET, "--mode", "fp8", "--out", out) == 2
+    assert f"--out: {out}: holds {name}, not written by eagle-fast" in capsys.readouterr().err
+    assert (out / name).read_text() == "mine"
+
+
+def test_what_is_no_number_is_refused(tmp_path, capsys):
+    shutil.copytree(TARGET, tmp_path / "in")
+    path, name = tmp_path / "in" / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(path)
+    tensors[name][3, 4] = float("nan")
+    save_file(tensors, path)
+    assert run("--checkpoint", tmp_path / "in", "--mode", "fp8", "--out", tmp_path / "out") == 2
+    assert f"{name}: holds NaN or infinity" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @torch.inference_mode()
@@ -170,6 +217,25 @@ def test_acceptance_hardly_changes_in_eight_bits(mode, draft, tmp_path, capsys):
     assert abs(eight / plain - 1) < 0.25, (eight, plain)
 
 
+def test_a_written_draft_names_the_target_it_lies_in(tmp_path, monkeypatch):
+    out = write(tmp_path / "out", "fp8", "--also_draft", DRAFT)
+    monkeypatch.chdir(FIXTURES / "targets" / "llama_tied")  # where .. is a folder, too
+    assert Path(find_target(read_speculator(out / "speculator"), None)).resolve() == out
+    assert generate.main(["--speculator", str(out / "speculator"), "--prompt_ids", "1,2", "--no_compile"]) == 0
+
+
+def test_a_drafts_other_names_are_known(tmp_path):
+    shutil.copytree(DRAFT, tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    save_file({f"model.{name.replace('layers.0', 'midlayer')}": t for name, t in load_file(path).items()}, path)
+    plain = write(tmp_path / "plain", "int8", "--also_draft", DRAFT, "--also_heads")
+    other = write(tmp_path / "other", "int8", "--also_draft", tmp_path / "draft", "--also_heads")
+    assert contents(plain / "speculator").keys() == contents(other / "speculator").keys()
+    weights = [load_file(folder / "speculator" / "model.safetensors") for folder in (plain, other)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path, capsys):
     shutil.copytree(FIXTURES / "drafts" / "eagle3_full_vocab", tmp_path / "draft")
     path = tmp_path / "draft" / "model.safetensors"
@@ -197,7 +263,36 @@ def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path, capsys
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--prompts", "x"], "--prompts: goes with --compare"),
         (["--checkpoint", "no/where", "--mode", "fp8", "--out", "OUT"], "--checkpoint: no/where: no such folder"),
         (["--checkpoint", DRAFT, "--mode", "fp8", "--out", "OUT"], "this is a speculator, not a target"),
-        (["--checkpoint", TARGET, "--mode", "fp8", "--out", TARGET], "is there and is none of ours"),
+        (["--checkpoint", TARGET, "--mode", "fp8", "--out", TARGET], f"--out: {TARGET}: holds {TARGET}, which is read"),
+        (["--checkpoint", TARGET, "--mode", "fp8", "--out", TIED.parent], f"holds {TARGET}, which is read"),
+        (
+            ["--checkpoint", TARGET, "--mode", "fp8", "--out", TIED],
+            f"{TIED}: holds a checkpoint, not written by eagle-fast",
+        ),
+        (
+            ["--checkpoint", TARGET, "--mode", "fp8", "--out", "/dev/null/x"],
+            "--out: /dev/null/x: cannot be written (",
+        ),
+        (
+            ["--checkpoint", TARGET, "--mode", "fp8", "--out", "/dev/null"],
+            "--out: /dev/null: is there and is no folder",
+        ),
+        (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--limit", 3], "--limit: goes with --prompts"),
+        (["--compare", TARGET, TARGET, "--limit", 3], "--limit: goes with --prompts; drop it"),
+        (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--max_new_tokens", 3], "goes with --compare"),
+        (
+            [
+                "--checkpoint",
+                FIXTURES / "targets" / "llama_headdim_attnbias",
+                "--mode",
+                "fp8",
+                "--out",
+                "OUT",
+                "--also_draft",
+                DRAFT,
+            ],
+            "eagle_aux_hidden_state_layer_ids: [2, 4, 5] are not ascending layers between 0 and",
+        ),
         (
             ["--checkpoint", FIXTURES / "eight_bit" / "ct_dynamic", "--mode", "fp8", "--out", "OUT"],
             "quantization_config: is quantised already; give the 16-bit one",

@@ -22,6 +22,8 @@ def test_its_commands_are_commands():
     assert conversions
     for command in conversions:
         assert convert_hf_checkpoint.parse_args(shlex.split(command)).out
+    quantisations = re.findall(r"^python quantize\.py (.+)$", README, re.MULTILINE)
+    assert quantisations
     for command in re.findall(r"^python quantize\.py (.+)$", README, re.MULTILINE):
         assert quantize.parse_args(shlex.split(command))
 

@@ -342,8 +342,8 @@ def test_ten_conversations_are_learnt_by_heart(small, tmp_path, monkeypatch, cap
             "tokenizer_config.json: no chat template",
         ),
         (["--target", FIXTURES / "targets/nowhere"], "no such folder"),
-        (["--out", FIXTURES / "targets/llama_gqa"], "llama_gqa: is there and is none of ours; give another"),
-        (["--out", "."], "--out: .: is there and is none of ours; give another"),
+        (["--out", FIXTURES / "targets/llama_gqa"], "llama_gqa: holds "),
+        (["--out", "."], "--out: .: is there and is no folder; give another"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )

@@ -81,7 +81,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--no_compile", dest="compile", action="store_false", help="run everything as plain PyTorch, more slowly")
     add("--seed", type=number(int, 0, 2**31), default=0, metavar="N")
     args = parser.parse_args([underscored(arg) for arg in argv])
-    check_out(args.out, "speculators_model_type")
+    check_out(args.out, args.target, *([args.init] if args.init else []))
     args.data = args.data or args.out.with_name(args.out.name + ".data")
     args.target_name = args.target_name or args.target
     if min(args.epochs) < 1 or max(args.epochs) > 8:
@@ -103,8 +103,8 @@ def open_target(args: argparse.Namespace, folder: Path, config: SpeculatorConfig
         target = command.load_target(folder, target_config, config.aux_layer_ids if config else (), device, dtype)
         if kernels:
             command.use_cpu_kernels([target])
-        elif batch == 0 or device.type != "cuda":  # its head is read whole, or its layers anew at every call
-            command.hold_eight_bits([target], lambda linear, dtype: False)
+        else:  # without caches its head is read whole
+            command.hold_eight_bits([target], command.fast_on(device) if batch else lambda linear, dtype: False)
     if batch > 0:
         target.allocate(batch, -(-(args.length + 1) // 64) * 64)  # in chunks of 64; the last slot takes padding
     return target
