@@ -18,7 +18,7 @@ def draw(out: str, *runs: str) -> None:
         right.plot(tokens, [entry["acceptance_length"] for entry in log], ".-", label=run.name)
     left.set(xlabel="million tokens seen", ylabel="loss, nats a guess")
     right.set(xlabel="million tokens seen", ylabel="acceptance length, held-out greedy answers")
-    right.legend()
+    right.legend(loc="lower right")
     figure.savefig(out)
 
 

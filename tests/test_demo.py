@@ -25,7 +25,7 @@ PROMPTS = (
     "Explain to a child why the moon changes its shape.",
 )
 TOKENS = 64
-ACCEPTED = [96, 43, 21]  # drafted tokens at positions 1 to 3 that were accepted, all prompts together
+ACCEPTED = [99, 46, 30]  # drafted tokens at positions 1 to 3 that were accepted, all prompts together
 pytestmark = pytest.mark.real
 
 
