@@ -14,6 +14,8 @@ import math
 import re
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -162,16 +164,30 @@ def write_shards(out: Path, stored: dict[str, Stored], coded: set[str], mode: st
     return total
 
 
+@contextmanager
+def named(**options: str) -> Iterator[None]:
+    """What goes wrong in here is told in this command's options, not in generate.py's."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for theirs, ours in options.items():
+            text = text.replace(f"--{theirs}", f"--{ours}")
+        raise ConfigError(text) from error
+
+
 def write(args: argparse.Namespace) -> None:
     """The target, and the draft inside its folder; both are there when all is done, or neither."""
     check_out(args.out, args.checkpoint, *([args.also_draft] if args.also_draft else []))
     folder = open_checkpoint(args.checkpoint, "checkpoint")
-    target, _ = read_target(folder)
+    with named(speculator="also_draft"):
+        target, _ = read_target(folder)
     stored = stored_tensors(fetch_weights(folder, args.checkpoint, "checkpoint"))
     sources = {"": prepare(folder, stored, read_json(folder / "config.json"), args.mode, args.also_heads)}
     if args.also_draft:
         folder = open_checkpoint(args.also_draft, "also_draft")
-        fit_to_target(read_speculator(folder), target)
+        with named(target="checkpoint"):
+            fit_to_target(read_speculator(folder), target)
         raw = read_json(folder / "config.json")
         raw["speculators_config"]["verifier"]["name_or_path"] = ".."  # the target that it now lies in
         stored = draft_tensors(stored_tensors(fetch_weights(folder, args.also_draft, "also_draft")))
@@ -180,7 +196,8 @@ def write(args: argparse.Namespace) -> None:
         for name, source in sources.items():
             (made / name).mkdir(exist_ok=True)
             written = write_folder(made / name, source, args.mode)
-            say(f"{source.folder}: {source.read / 1e6:.1f} MB -> {args.out / name}: {written / 1e6:.1f} MB")
+            sizes = f"{source.read / 1e6:.1f} MB -> {written / 1e6:.1f} MB"
+            say(f"{args.out / name}: {args.mode} of {source.folder}, {sizes}")
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -188,7 +205,8 @@ def write(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Prints what B's distribution of the next token differs from A's, behind every token of A's greedy answers."""
-    plans = [plan_for(name, args) for name in args.compare]
+    with named(target="compare"):
+        plans = [plan_for(name, args) for name in args.compare]
     if plans[0].target.vocab_size != plans[1].target.vocab_size:
         sizes = " and ".join(str(plan.target.vocab_size) for plan in plans)
         raise ConfigError(f"--compare: vocabularies of {sizes} tokens; give two versions of one model")

@@ -262,7 +262,10 @@ def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path, capsys
         (["--compare", TARGET, TARGET, "--also_heads"], "--also_heads, --also_draft: do not go with --compare"),
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--prompts", "x"], "--prompts: goes with --compare"),
         (["--checkpoint", "no/where", "--mode", "fp8", "--out", "OUT"], "--checkpoint: no/where: no such folder"),
-        (["--checkpoint", DRAFT, "--mode", "fp8", "--out", "OUT"], "this is a speculator, not a target"),
+        (
+            ["--checkpoint", DRAFT, "--mode", "fp8", "--out", "OUT"],
+            "this is a speculator, not a target; give it as --also_draft",
+        ),
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", TARGET], f"--out: {TARGET}: holds {TARGET}, which is read"),
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", TIED.parent], f"holds {TARGET}, which is read"),
         (
@@ -278,6 +281,7 @@ def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path, capsys
             "--out: /dev/null: is there and is no folder",
         ),
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--limit", 3], "--limit: goes with --prompts"),
+        (["--compare", TARGET, "no/where"], "--compare: no/where: no such folder"),
         (["--compare", TARGET, TARGET, "--limit", 3], "--limit: goes with --prompts; drop it"),
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--max_new_tokens", 3], "goes with --compare"),
         (
