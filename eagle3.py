@@ -76,11 +76,14 @@ class Eagle3(nn.Module):
     def looks_untrained(self) -> bool:
         """Does its first layer look as if nobody had trained it? Converters have saved such layers, and then hardly a
         token is accepted, which nothing else would show."""
-        block, widths = self.first.block, (self.first.embed_norm, self.first.feature_norm, self.first.block.mlp_norm)
+        block = self.first.block
+        if not all(
+            (norm.weight == 1).all() for norm in (self.first.embed_norm, self.first.feature_norm, block.mlp_norm)
+        ):
+            return False
         qkv = block.attention.qkv
         weight = qkv.weight.float() if isinstance(qkv, nn.Linear) else dequantised(qkv.weight, qkv.scale, qkv.group)
-        std = weight.std().item()
-        return all((norm.weight == 1).all() for norm in widths) and abs(std - 0.02) < 0.002
+        return abs(weight.std().item() - 0.02) < 0.002
 
     def allocate(self, batch: int, slots: int) -> None:
         """Makes caches and the draft's own rotary table, sized by the run; called once, before compiling."""

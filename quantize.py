@@ -189,7 +189,8 @@ def write(args: argparse.Namespace) -> None:
         with named(target="checkpoint"):
             fit_to_target(read_speculator(folder), target)
         raw = read_json(folder / "config.json")
-        raw["speculators_config"]["verifier"]["name_or_path"] = ".."  # the target that it now lies in
+        verifier = raw.setdefault("speculators_config", {}).setdefault("verifier", {})
+        verifier["name_or_path"] = ".."  # the target that it now lies in
         stored = draft_tensors(stored_tensors(fetch_weights(folder, args.also_draft, "also_draft")))
         sources["speculator"] = prepare(folder, stored, raw, args.mode, args.also_heads)
     with new_folder(args.out) as made:
@@ -264,7 +265,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="quantize.py", allow_abbrev=False, description="Weights in eight bits.")
     add = parser.add_argument
     add("--checkpoint", metavar="PATH_OR_REPO", help="a target in 16 or 32 bits")
-    add("--mode", choices=tuple(SCHEMES), help="fp8: what vLLM serves; int8: for CPUs and older GPUs")
+    add("--mode", choices=tuple(SCHEMES), help="fp8: the FP8-dynamic layout; int8: closer to 16 bits")
     add("--out", type=Path, metavar="DIR", help="the folder to write")
     add("--also_heads", action="store_true", help="the heads too, of the target and of --also_draft")
     add("--also_draft", metavar="SPECULATOR", help="a draft, into DIR/speculator")

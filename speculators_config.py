@@ -250,11 +250,10 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
     return Quantisation("fp8", scale, read_block(config, "weight_block_size", block), False, ignored)
 
 
-# Names that compressed-tensors has for whole groups, as far as they are weights in eight bits.
-PRESETS = {
-    "FP8": ("float", "tensor", None), "FP8_DYNAMIC": ("float", "channel", None),
-    "FP8_BLOCK": ("float", "block", [128, 128]), "W8A16": ("int", "channel", None),
-}  # fmt: skip
+CODES = {"int": "int8", "float": "fp8"}  # compressed-tensors' types, of 8 bits
+# Names that it has for whole groups, as far as they are weights in eight bits: type and block.
+PRESETS = {"FP8": ("float", None), "FP8_DYNAMIC": ("float", None), "FP8_BLOCK": ("float", [128, 128])}
+PRESETS |= {"W8A16": ("int", None)}
 
 
 def read_compressed_tensors(config: Fields) -> Quantisation:
@@ -262,34 +261,8 @@ def read_compressed_tensors(config: Fields) -> Quantisation:
     for key in ("sparsity_config", "transform_config"):
         if (held := config.get(key, dict, {})) and held.get("format", "sparse") != "dense":
             raise config.error(key, "is not implemented", "use a checkpoint without it")
-    groups, found = config.sub("config_groups"), set()
-    for name, group in groups.raw.items():
-        if not isinstance(group, dict):
-            if name not in PRESETS:
-                raise groups.error(name, "is not implemented", f"{', '.join(PRESETS)} are")
-            kind, strategy, block = PRESETS[name]
-        else:
-            weights = groups.sub(name).sub("weights")
-            kind, strategy, block = weights.get("type", str, "int"), weights.get("strategy", str, "tensor"), None
-            if (bits := weights.get("num_bits", int, 8)) != 8:
-                raise weights.error(
-                    "num_bits", f"{kind} weights of {bits} bits are not implemented", "use one of 8 bits"
-                )
-            for key, wanted in (("symmetric", True), ("dynamic", False)):
-                if weights.get(key, bool, wanted) != wanted:
-                    wrong = f"is not implemented unless it is {str(wanted).lower()}"
-                    raise weights.error(key, wrong, "use another checkpoint")
-            if kind == "int" and group.get("input_activations"):
-                raise groups.error(name, "int activations (W8A8) are not implemented", "use one with weights alone")
-            if weights.raw.get("actorder"):
-                raise weights.error("actorder", "is not implemented", "use another checkpoint")
-            if strategy == "group":
-                block = [1, weights.get("group_size", int, ..., 1)]
-            elif strategy == "block":
-                block = weights.get("block_structure", list, ...)
-        if kind not in ("int", "float") or strategy not in ("tensor", "channel", "group", "block"):
-            raise groups.error(name, f"{kind} weights with a scale a {strategy} are not implemented", "use another")
-        found.add(({"int": "int8", "float": "fp8"}[kind], read_block(groups, name, block)))
+    groups = config.sub("config_groups")
+    found = {read_group(groups, name) for name in groups.raw}
     if len(found) != 1:
         raise config.error(
             "config_groups", f"{len(found)} kinds of weights in one model are not implemented", "use one"
@@ -299,6 +272,34 @@ def read_compressed_tensors(config: Fields) -> Quantisation:
     if form not in (("float-quantized", "naive-quantized") if codes == "fp8" else ("int-quantized", "pack-quantized")):
         raise config.error("format", f"'{form}' is not implemented for {codes} weights", "use another checkpoint")
     return Quantisation(codes, "weight_scale", block, form == "pack-quantized", read_ignored(config, "ignore"))
+
+
+def read_group(groups: Fields, name: str) -> tuple[str, tuple[int, int] | None]:
+    """One group's codes and blocks; it is a table, or a preset's name over a list of targets."""
+    if not isinstance(groups.raw[name], dict):
+        if name not in PRESETS:
+            raise groups.error(name, "is not implemented", f"{', '.join(PRESETS)} are")
+        kind, block = PRESETS[name]
+        return CODES[kind], read_block(groups, name, block)
+    weights = groups.sub(name).sub("weights")
+    kind, strategy, block = weights.get("type", str, "int"), weights.get("strategy", str, "tensor"), None
+    if (bits := weights.get("num_bits", int, 8)) != 8:
+        raise weights.error("num_bits", f"{kind} weights of {bits} bits are not implemented", "use one of 8 bits")
+    for key, wanted in (("symmetric", True), ("dynamic", False)):
+        if weights.get(key, bool, wanted) != wanted:
+            wrong = f"is not implemented unless it is {str(wanted).lower()}"
+            raise weights.error(key, wrong, "use another checkpoint")
+    if weights.raw.get("actorder"):
+        raise weights.error("actorder", "is not implemented", "use another checkpoint")
+    if kind not in CODES or strategy not in ("tensor", "channel", "group", "block"):
+        raise groups.error(name, f"{kind} weights with a scale a {strategy} are not implemented", "use another")
+    if kind == "int" and groups.raw[name].get("input_activations"):
+        raise groups.error(name, "int activations (W8A8) are not implemented", "use one with weights alone")
+    if strategy == "group":
+        block = [1, weights.get("group_size", int, ..., 1)]
+    elif strategy == "block":
+        block = weights.get("block_structure", list, ...)
+    return CODES[kind], read_block(groups, name, block)
 
 
 def read_ignored(config: Fields, key: str) -> tuple[str, ...]:

@@ -224,6 +224,15 @@ def test_a_written_draft_names_the_target_it_lies_in(tmp_path, monkeypatch):
     assert generate.main(["--speculator", str(out / "speculator"), "--prompt_ids", "1,2", "--no_compile"]) == 0
 
 
+def test_a_draft_that_names_no_target_gets_one(tmp_path):
+    shutil.copytree(DRAFT, tmp_path / "draft")
+    raw = config_of(DRAFT)
+    del raw["speculators_config"]["verifier"]
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(raw))
+    out = write(tmp_path / "out", "fp8", "--also_draft", tmp_path / "draft")
+    assert Path(find_target(read_speculator(out / "speculator"), None)).resolve() == out
+
+
 def test_a_drafts_other_names_are_known(tmp_path):
     shutil.copytree(DRAFT, tmp_path / "draft")
     path = tmp_path / "draft" / "model.safetensors"
