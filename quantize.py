@@ -74,14 +74,17 @@ SCHEMES = {
 
 
 def quantization_config(mode: str, heads: bool) -> dict:
-    """What config.json says of our codes (the layout of RedHatAI's FP8-dynamic checkpoints)."""
+    """What config.json says of our codes (the layout of RedHatAI's FP8-dynamic checkpoints).
+
+    A head is named beside the class of linears, since vLLM's heads are of another class."""
     _, kind, form, activations = SCHEMES[mode]
     weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    group = {"targets": ["Linear", "lm_head"] if heads else ["Linear"], "weights": weights}
+    group |= {"input_activations": activations, "output_activations": None, "format": form}
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "ignore": [] if heads else ["lm_head"], "kv_cache_scheme": None,
-        "config_groups": {"group_0": group | {"format": form}},
+        "config_groups": {"group_0": group},
     }  # fmt: skip
 
 
