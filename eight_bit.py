@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+FEW_ROWS = 16  # up to here the weight's bytes take the time, not the arithmetic
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # code; an int8 read from a file may also be -128
 
 
@@ -18,8 +19,8 @@ class EightBitLinear(nn.Module):
     """nn.Linear with codes (out, in) and scales (out, in / group, rounded up), both buffers: nothing turns their dtype
     into the model's.
 
-    The weight is made where it is used, for Inductor to fuse into the product on CUDA; on a CPU it would be made anew
-    at every call, so there cpu_kernels or `held_as` takes the module's place."""
+    On CUDA few rows are multiplied by the codes themselves (gpu_kernels); for many the weight is made first. On a CPU
+    it would be made anew at every call, so there cpu_kernels or `held_as` takes the module's place."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, codes: torch.dtype, group: int):
         super().__init__()
@@ -29,6 +30,10 @@ class EightBitLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.numel() <= FEW_ROWS * self.in_features:
+            rows = x.reshape(-1, self.in_features)
+            y = torch.ops.eagle_fast.few_rows(rows, self.weight, self.scale, self.group).view(*x.shape[:-1], -1)
+            return y if self.bias is None else y + self.bias
         return F.linear(x, dequantised(self.weight, self.scale, self.group).to(x.dtype), self.bias)
 
 

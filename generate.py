@@ -320,13 +320,15 @@ def use_cpu_kernels(models: list[nn.Module]) -> None:
 
 
 def fast_on(device: torch.device) -> Callable[[EightBitLinear, torch.dtype], bool]:
-    """Which linears PyTorch itself may run in eight bits: on CUDA, and Triton reads float8 from Ada and Hopper on."""
+    """Which linears stay in eight bits where our CPU operators do not run: on CUDA those that our kernel reads."""
+    if device.type != "cuda":
+        return lambda linear, dtype: False
     import torch
 
-    codes = {torch.int8, torch.float8_e4m3fn} if device.type == "cuda" else set()
-    if codes and torch.cuda.get_device_capability(device) < (8, 9):
-        codes.remove(torch.float8_e4m3fn)
-    return lambda linear, dtype: linear.weight.dtype in codes
+    import gpu_kernels
+
+    capability = torch.cuda.get_device_capability(device)
+    return lambda linear, dtype: gpu_kernels.reads(linear, dtype, capability)
 
 
 def hold_eight_bits(models: list[nn.Module], fast: Callable[[EightBitLinear, torch.dtype], bool]) -> None:

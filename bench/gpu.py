@@ -274,6 +274,8 @@ def seconds_of(linears: list[Callable[[Tensor], Tensor]], x: Tensor, compiled: b
 
 def measure_linears(device: torch.device, tiny: bool, compiled: bool) -> list[dict]:
     """The mlp's first linear of Llama-3.1-8B: microseconds and, of the weights, bytes per second."""
+    if device.type == "cuda":
+        import gpu_kernels  # noqa: F401 (registers EightBitLinear's operator)
     size, out, copies, records = (64, 96, 1, []) if tiny else (4096, 28672, 8, [])
     made = [linear_calls(size, out, device) for _ in range(copies)]
     for rows in LINEAR_ROWS:

@@ -15,6 +15,7 @@ PATH = [
     "prompts",
     "metrics",
     "eight_bit",
+    "gpu_kernels",
     "checkpoint",
     "draft_families",
 ]
