@@ -27,7 +27,7 @@ from checkpoint import (
     write_checkpoint,
 )
 from draft_families import converted_config
-from options import Parser, exit_code, id_list, number, underscored
+from options import Parser, exit_code, id_list, number, say, underscored
 from speculators_config import (
     MAX_SPECULATIVE_TOKENS,
     ConfigError,
@@ -238,6 +238,12 @@ def with_eight_bit_linears(
     return names
 
 
+def say_ignored(names: list[str]) -> None:
+    """Of tensors that a checkpoint holds and nothing reads."""
+    if names:
+        say(f"notice: stored but not needed: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+
+
 # From other families' drafts to the speculators format.
 
 
@@ -266,11 +272,12 @@ def convert(draft: str, target: str, out: Path, aux: tuple[int, ...] | None, K: 
 
 
 def draft_weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """A draft's tensors under speculators' names, without those that are of no use."""
+    """A draft's tensors under speculators' names, without those that are of no use, which are named."""
     read = load_tensors(folder, name, "draft")
     renamed = draft_tensors({name: Stored(folder, name, tuple(tensor.shape), "") for name, tensor in read.items()})
-    unused = re.compile("|".join(TOLERATED))
-    return {ours: read[stored.name] for ours, stored in renamed.items() if not unused.fullmatch(ours)}
+    unused = [ours for ours in renamed if re.fullmatch("|".join(TOLERATED), ours)]
+    say_ignored([renamed[ours].name for ours in unused])
+    return {ours: read[stored.name] for ours, stored in renamed.items() if ours not in unused}
 
 
 def known_ids(d2t: torch.Tensor, vocab_size: int, folder: Path) -> torch.Tensor:

@@ -33,6 +33,7 @@ from convert_hf_checkpoint import (
     draft_tensors,
     eagle3_names,
     eight_bit_tensors,
+    say_ignored,
     target_names,
     with_eight_bit_linears,
 )
@@ -263,11 +264,6 @@ def load_draft(config: SpeculatorConfig, target: Transformer) -> nn.Module:
 
 def of_codes(quantisation: Quantisation | None) -> str:
     return f", weights in {quantisation.codes}" if quantisation else ""
-
-
-def say_ignored(names: list[str]) -> None:
-    if names:
-        say(f"notice: stored but not needed: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
 
 
 def load_models(plan: Plan) -> list[nn.Module]:

@@ -201,7 +201,8 @@ def write(args: argparse.Namespace) -> None:
             (made / name).mkdir(exist_ok=True)
             written = write_folder(made / name, source, args.mode)
             sizes = f"{source.read / 1e6:.1f} MB -> {written / 1e6:.1f} MB"
-            say(f"{args.out / name}: {args.mode} of {source.folder}, {sizes}")
+            share = f"{len(source.coded)} of {len(source.stored)} tensors of {source.folder}"
+            say(f"{args.out / name}: {share} in {args.mode}, the others as they were; {sizes}")
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------

@@ -116,13 +116,15 @@ def test_rope_keeps_its_theta_and_its_scaling(config, tmp_path):
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 4.0, 500000.0)
 
 
-def test_a_prefix_and_inverse_frequencies_are_dropped(tmp_path):
+def test_a_prefix_and_inverse_frequencies_are_dropped_and_that_is_said(tmp_path, capsys):
     def prefixed(tensors):
         renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
         return renamed | {"model.midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
 
     folder = edited("specforge", tmp_path / "in", prefixed)
     convert(str(folder), str(TARGET), tmp_path / "out", None, 3)
+    unused = "model.midlayer.self_attn.rotary_emb.inv_freq"
+    assert capsys.readouterr().err == f"notice: stored but not needed: {unused}\n"
     plain = converted("specforge", tmp_path / "plain")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == plain
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (

@@ -85,6 +85,17 @@ def test_what_was_written_is_read(mode, tmp_path):
     assert 0 < away < {"fp8": 1.5, "int8": 0.3}[mode]
 
 
+def test_it_says_what_became_codes(tmp_path, capsys):
+    out = write(tmp_path / "out", "int8", "--also_heads", "--also_draft", DRAFT)
+    said = capsys.readouterr().err.splitlines()[-2:]
+    linears = {TARGET: 7 * config_of(TARGET)["num_hidden_layers"] + 1, DRAFT: 9}  # heads among them, and the draft's fc
+    for line, folder, source in zip(said, (out, out / "speculator"), linears, strict=True):
+        of = len(load_file(source / "model.safetensors"))
+        assert line.startswith(
+            f"{folder}: {linears[source]} of {of} tensors of {source} in int8, the others as they were; "
+        )
+
+
 @pytest.mark.parametrize("mode", CODES)
 @torch.inference_mode()
 def test_a_tied_embedding_stays_and_the_head_gets_a_copy(mode, tmp_path):
