@@ -43,6 +43,6 @@ $(TARGET): | .venv/installed
 	@touch $@
 
 .venv/installed-dev: requirements-dev.txt .venv/installed
-	@echo "Installing $< into .venv (once; seconds)"
+	@echo "Installing $< into .venv (once; most of it Triton, 0.7 GB)"
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@

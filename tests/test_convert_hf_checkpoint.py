@@ -285,6 +285,16 @@ def run(*argv, capsys) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+def test_a_target_in_a_folder_is_found_from_anywhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(THIRD_PARTY.parent)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    out = tmp_path / "link" / "out"
+    assert run("third_party/specforge", "--target", "targets/llama_gqa", "--out", out, capsys=capsys)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert generate.main(["--speculator", str(out), "--prompt_ids", "1,2", "--no_compile"]) == 0
+
+
 def test_the_command_says_what_it_wrote(tmp_path, capsys):
     draft, out = THIRD_PARTY / "specforge", tmp_path / "out"
     code, said = run(draft, "--target", TARGET, "--out", out, "--num-speculative-tokens", 5, capsys=capsys)
