@@ -35,8 +35,9 @@ SMALL_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.*"),
 )
-WRITTEN_BY = "eagle-fast"  # in the config.json of every folder that is written here, which only then is replaced
-WRITTEN = ("config.json", "README.md", "*.safetensors", *SMALL_FILES)
+# The commands that write folders, and what else than a checkpoint they put there. Each says so in the config.json of
+# what it writes, and replaces nothing else.
+WRITERS = {"quantize.py": (), "convert_hf_checkpoint.py": (), "train.eagle3": ("README.md",)}
 FLOATS = ("F32", "F16", "BF16")
 CODES = ("I8", "F8_E4M3")  # of weights in eight bits: nothing without their scales
 EXACT = {
@@ -118,7 +119,7 @@ def _explain(error: Exception, role: str) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
         error = error.__cause__  # "not in the cache" is half of it; this is why it could not be fetched
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    local = f"give a local folder with {_option(role)}"
+    local = f"give a local folder as {_option(role)}"
     token = f"set HF_TOKEN to a token that may read it (accept the licence on its page), or {local}"
     gone = isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError))  # or hidden from us
 
@@ -337,19 +338,26 @@ def _some(names: list[str]) -> str:
 # To a folder.
 
 
-def check_out(out: Path, *sources: str) -> None:
-    """ConfigError unless the folder `out` can be written: it is not there, or is empty, or holds an earlier result and
-    nothing else. sources: names of what is read, which may not lie in it."""
-    if out.is_symlink() or not out.name or (out.exists() and not out.is_dir()):
-        raise ConfigError(f"--out: {out}: is there and is no folder; give another")
+def check_out(out: Path, writer: str, *sources: str) -> None:
+    """ConfigError unless the folder `out` can be written: it is not there, or is empty, or holds an earlier result of
+    the same command and nothing else. writer: one of WRITERS; sources: names of what is read, which may not lie in it.
+    """
+    if out.is_symlink() or out.name in ("", "..") or (out.exists() and not out.is_dir()):
+        raise ConfigError(f"--out: {out}: a link, a file, or a folder without a name is not replaced; give another")
     for source in map(os.path.expanduser, sources):
         if os.path.isdir(source) and Path(source).resolve().is_relative_to(out.resolve()):
             raise ConfigError(f"--out: {out}: holds {source}, which is read; give another")
-    held = sorted(path.relative_to(out) for path in out.rglob("*") if not path.is_dir())
-    foreign = [str(path) for path in held if not any(path.match(pattern) for pattern in WRITTEN)]
-    if held and (foreign or read_json(out / "config.json", optional=True).get("written_by") != WRITTEN_BY):
-        what = f"holds {_some(foreign)}" if foreign else "holds a checkpoint"
-        raise ConfigError(f"--out: {out}: {what}, not written by eagle-fast; give another")
+    held, written = sorted(out.rglob("*")), (*SMALL_FILES, "*.safetensors", *WRITERS[writer])
+    folders = [folder for folder in (out, *held) if held and folder.is_dir()]
+    foreign = [path for path in held if path not in folders and not any(path.match(name) for name in written)]
+    foreign += [folder for folder in folders if folder not in (out, out / "speculator") or not _wrote(writer, folder)]
+    if foreign:
+        what = _some([str(path.relative_to(out)) for path in foreign if path != out] or ["a checkpoint"])
+        raise ConfigError(f"--out: {out}: holds {what}, not written by {writer}; give another")
+
+
+def _wrote(writer: str, folder: Path) -> bool:
+    return read_json(folder / "config.json", optional=True).get("written_by") == f"eagle-fast {writer}"
 
 
 @contextmanager
@@ -357,6 +365,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes `out`, in place of what was there, once the block has ended without an error.
 
     Raises ConfigError where it cannot be written."""
+    out = out.parent.resolve() / out.name  # which may be where one stands
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -377,14 +386,14 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_checkpoint(folder: Path, raw: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """config.json and model.safetensors."""
-    write_config(folder, raw)
+def write_checkpoint(folder: Path, raw: dict, tensors: dict[str, torch.Tensor], writer: str) -> None:
+    """config.json and model.safetensors. writer: one of WRITERS."""
+    write_config(folder, raw, writer)
     save_tensors(folder / WEIGHTS, tensors)
 
 
-def write_config(folder: Path, raw: dict) -> None:
-    text = json.dumps(raw | {"written_by": WRITTEN_BY}, indent=2)
+def write_config(folder: Path, raw: dict, writer: str) -> None:
+    text = json.dumps(raw | {"written_by": f"eagle-fast {writer}"}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 

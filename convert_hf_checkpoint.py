@@ -28,7 +28,7 @@ from checkpoint import (
     write_checkpoint,
 )
 from draft_families import converted_config
-from options import Parser, exit_code, id_list, number, say, underscored
+from options import Parser, directory, exit_code, id_list, number, say, underscored
 from speculators_config import (
     MAX_SPECULATIVE_TOKENS,
     ConfigError,
@@ -265,9 +265,9 @@ def convert(draft: str, target: str, out: Path, aux: tuple[int, ...] | None, K: 
     floats = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     raw["dtype"] = str(max(floats, key=floats.count)).removeprefix("torch.")
     with new_folder(out) as scratch:
-        write_checkpoint(scratch, raw, tensors)
+        write_checkpoint(scratch, raw, tensors, "convert_hf_checkpoint.py")
         try:
-            config = fit_to_target(read_speculator(scratch), target_config)
+            config = fit_to_target(read_speculator(scratch, aux_layer_ids=aux), target_config)
             check_draft(config)
         except ConfigError as error:  # what is wrong came from there
             raise ConfigError(str(error).replace(str(scratch), str(folder))) from error
@@ -314,7 +314,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("draft", metavar="DRAFT", help="folder or repository: SafeAILab, SpecForge, SGLang, ModelOpt, AngelSlim")
     add("--target", required=True, metavar="PATH_OR_REPO", help="the model that it drafts for")
-    add("--out", required=True, type=Path, metavar="DIR", help="the speculators folder to write")
+    add("--out", required=True, type=directory, metavar="DIR", help="the speculators folder to write")
     add("--aux_layer_ids", type=id_list, metavar="IDS", help="layers whose input feeds the draft (default: its own)")
     add(
         "--num_speculative_tokens",
@@ -328,10 +328,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> None:
     args = parse_args(argv)
-    check_out(args.out, args.draft, args.target)
+    check_out(args.out, "convert_hf_checkpoint.py", args.draft, args.target)
     config = convert(args.draft, args.target, args.out, args.aux_layer_ids, args.num_speculative_tokens)
-    for line in (*config.notices, f"{args.out}: {', '.join(config.chosen)}"):
-        print(line, file=sys.stderr)
+    chosen = ", ".join(config.chosen).replace(" (config)", "")  # ours, that is: the converter wrote it
+    for line in (*config.notices, f"{args.out}: {chosen}; layers are counted by what enters them"):
+        say(line)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ model."""
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,11 @@ def number(kind: type, low: float, high: float = float("inf"), above: bool = Fal
         return value
 
     return parse
+
+
+def directory(text: str) -> Path:
+    """An argparse type. The shell leaves the ~ of --out=~/DIR alone."""
+    return Path(text).expanduser()
 
 
 def id_list(text: str) -> tuple[int, ...]:
@@ -157,7 +163,9 @@ def show_progress(done: int, total: int, name: str) -> None:
 
 
 def exit_code(work: Callable[[], None], interrupted: str = "interrupted") -> int:
-    """Runs any other command than generate.py; what the user can fix, and Ctrl-C, are one line."""
+    """Runs any other command than generate.py; what the user can fix, and Ctrl-C, are one line. Also where it is
+    terminated it puts away what is half-written."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         work()
     except ConfigError as error:

@@ -36,7 +36,7 @@ from checkpoint import (
 )
 from convert_hf_checkpoint import draft_tensors
 from metrics import Answer
-from options import Parser, exit_code, number, say, show_progress, underscored
+from options import Parser, directory, exit_code, number, say, show_progress, underscored
 from prompts import QUESTIONS
 from speculators_config import ConfigError, fit_to_target, read_json, read_speculator, read_target
 
@@ -106,10 +106,10 @@ def prepare(folder: Path, stored: dict[str, Stored], raw: dict, mode: str, heads
     if heads and HEAD not in stored and raw.get("tie_word_embeddings", False):  # the embedding stays what it is
         stored[HEAD] = stored[EMBEDDING]
     if heads and HEAD not in stored:
-        raise ConfigError(f"{folder}: {HEAD}: not in the weights, so it is the target's; leave --also_heads out")
+        raise ConfigError(f"{folder}: {HEAD}: not in the weights, nor tied; fetch them again")
     coded = {name for name in stored if OF_LAYERS.fullmatch(name) or (heads and name == HEAD)}
     if not coded:
-        raise ConfigError(f"{folder}: *_proj.weight: no linears of a decoder in it; give a target, or a draft")
+        raise ConfigError(f"{folder}: *_proj.weight: no linears of a decoder in it; give another")
     raw = raw | {"quantization_config": quantization_config(mode, heads)}
     return Source(folder, stored, coded, raw | {"tie_word_embeddings": False} if heads else raw, read)
 
@@ -117,7 +117,7 @@ def prepare(folder: Path, stored: dict[str, Stored], raw: dict, mode: str, heads
 def write_folder(out: Path, source: Source, mode: str) -> int:
     """Fills the existing folder `out`; returns the bytes of its weights."""
     written = write_shards(out, source.stored, source.coded, mode)
-    write_config(out, source.raw)
+    write_config(out, source.raw, "quantize.py")
     for pattern in SMALL_FILES:
         for path in source.folder.glob(pattern):
             if path.name not in ("config.json", INDEX):
@@ -181,7 +181,7 @@ def named(**options: str) -> Iterator[None]:
 
 def write(args: argparse.Namespace) -> None:
     """The target, and the draft inside its folder; both are there when all is done, or neither."""
-    check_out(args.out, args.checkpoint, *([args.also_draft] if args.also_draft else []))
+    check_out(args.out, "quantize.py", args.checkpoint, *([args.also_draft] if args.also_draft else []))
     folder = open_checkpoint(args.checkpoint, "checkpoint")
     with named(speculator="also_draft"):
         target, _ = read_target(folder)
@@ -189,20 +189,24 @@ def write(args: argparse.Namespace) -> None:
     sources = {"": prepare(folder, stored, read_json(folder / "config.json"), args.mode, args.also_heads)}
     if args.also_draft:
         folder = open_checkpoint(args.also_draft, "also_draft")
+        speculator = read_speculator(folder)
         with named(target="checkpoint"):
-            fit_to_target(read_speculator(folder), target)
+            fit_to_target(speculator, target)
         raw = read_json(folder / "config.json")
         verifier = raw.setdefault("speculators_config", {}).setdefault("verifier", {})
         verifier["name_or_path"] = ".."  # the target that it now lies in
         stored = draft_tensors(stored_tensors(fetch_weights(folder, args.also_draft, "also_draft")))
-        sources["speculator"] = prepare(folder, stored, raw, args.mode, args.also_heads)
+        heads = args.also_heads and HEAD in stored  # else it is the target's
+        sources["speculator"] = prepare(folder, stored, raw, args.mode, heads)
+    instead, said = " (in place of what was there)" if args.out.exists() else "", []
     with new_folder(args.out) as made:
         for name, source in sources.items():
             (made / name).mkdir(exist_ok=True)
             written = write_folder(made / name, source, args.mode)
             sizes = f"{source.read / 1e6:.1f} MB -> {written / 1e6:.1f} MB"
             share = f"{len(source.coded)} of {len(source.stored)} tensors of {source.folder}"
-            say(f"{args.out / name}: {share} in {args.mode}, the others as they were; {sizes}")
+            said.append(f"{args.out / name}: {share} in {args.mode}, the others as they were; {sizes}{instead}")
+    say("\n".join(said))
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ def write(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Prints what B's distribution of the next token differs from A's, behind every token of A's greedy answers."""
-    with named(target="compare"):
+    with named(target="compare", speculator="speculator of generate.py"):
         plans = [plan_for(name, args) for name in args.compare]
     if plans[0].target.vocab_size != plans[1].target.vocab_size:
         sizes = " and ".join(str(plan.target.vocab_size) for plan in plans)
@@ -270,7 +274,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint", metavar="PATH_OR_REPO", help="a target in 16 or 32 bits")
     add("--mode", choices=tuple(SCHEMES), help="fp8: the FP8-dynamic layout; int8: closer to 16 bits")
-    add("--out", type=Path, metavar="DIR", help="the folder to write")
+    add("--out", type=directory, metavar="DIR", help="the folder to write")
     add("--also_heads", action="store_true", help="the heads too, of the target and of --also_draft")
     add("--also_draft", metavar="SPECULATOR", help="a draft, into DIR/speculator")
     add("--compare", nargs=2, metavar=("A", "B"), help="instead: how B's next tokens differ from A's")

@@ -362,6 +362,8 @@ def read_target(folder: Path) -> tuple[DecoderConfig, tuple[str, ...]]:
     fields = Fields(folder / "config.json", read_json(folder / "config.json"))
     if "speculators_model_type" in fields.raw:
         raise fields.error("speculators_model_type", "this is a speculator, not a target", "give it as --speculator")
+    if is_foreign(fields.raw):
+        raise fields.error("architectures", "this is a draft of another family, not a target", "give its target")
     model_type = fields.get("model_type", str, ...)
     if model_type not in TARGETS:
         raise fields.error("model_type", f"'{model_type}' is not implemented as a target", f"{', '.join(TARGETS)} are")
@@ -485,17 +487,17 @@ def is_foreign(raw: dict) -> bool:
 
 
 def find_target(config: SpeculatorConfig, override: str | None) -> str:
-    """Folder or Hub id of the target: the user's option, else the config's, a path also relative to the speculator."""
+    """Folder or Hub id of the target: the user's option, else the config's. A path in the config may be relative to the
+    speculator, and is that where it begins with a dot."""
     if override is not None:
         return override
+    field = f"{config.folder / 'config.json'}: speculators_config.verifier.name_or_path"
     if config.target is None:
-        field = f"{config.folder / 'config.json'}: speculators_config.verifier.name_or_path"
         raise ConfigError(f"{field}: names no target; give --target PATH_OR_REPO")
-    beside = config.folder / config.target
-    relative = config.target.startswith(".")  # which says where it begins: at the file that says so
-    if (relative or not os.path.isdir(config.target)) and beside.is_dir():
-        return str(beside)
-    return config.target
+    beside, relative = config.folder / config.target, config.target.startswith(".")
+    if relative and not (beside / "config.json").is_file():
+        raise ConfigError(f"{field}: {config.target}: no model there; was the draft moved? give --target PATH_OR_REPO")
+    return str(beside) if relative or (beside.is_dir() and not os.path.isdir(config.target)) else config.target
 
 
 def fit_to_target(config: SpeculatorConfig, target: DecoderConfig) -> SpeculatorConfig:

@@ -295,10 +295,30 @@ def test_a_target_in_a_folder_is_found_from_anywhere(tmp_path, monkeypatch, caps
     assert generate.main(["--speculator", str(out), "--prompt_ids", "1,2", "--no_compile"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("ids", "wrong"),
+    [
+        ("1,3,99", "--aux_layer_ids: [1, 3, 99] are not ascending"),
+        ("1,3", "--aux_layer_ids: 2 layers of 32 do not make"),
+    ],
+)
+def test_ids_that_do_not_fit_are_the_options(ids, wrong, tmp_path, capsys):
+    draft = THIRD_PARTY / "specforge"
+    code, said = run(draft, "--target", TARGET, "--out", tmp_path / "out", "--aux_layer_ids", ids, capsys=capsys)
+    assert (code, said.startswith(f"error: {wrong}")) == (2, True), said
+
+
+def test_a_target_that_is_another_familys_draft_is_refused(tmp_path, capsys):
+    draft = THIRD_PARTY / "specforge"
+    code, said = run(draft, "--target", draft, "--out", tmp_path / "out", capsys=capsys)
+    assert (code, "this is a draft of another family, not a target; give its target" in said) == (2, True), said
+
+
 def test_the_command_says_what_it_wrote(tmp_path, capsys):
     draft, out = THIRD_PARTY / "specforge", tmp_path / "out"
     code, said = run(draft, "--target", TARGET, "--out", out, "--num-speculative-tokens", 5, capsys=capsys)
-    assert said.startswith(f"{out}: K=5 (config), norm_before_residual=false (config)"), said
+    chosen = "K=5, norm_before_residual=false, rope default theta=10000, aux layers 2,4,5"
+    assert said == f"{out}: {chosen}; layers are counted by what enters them\n"
     assert code == 0
 
 

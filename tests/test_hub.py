@@ -167,7 +167,7 @@ def test_a_hub_that_is_down(hub, tmp_path):
     assert served == cached
     start = "error: --speculator: org/other: no such folder, and the speculator repository cannot be fetched ("
     assert error.startswith(start + "ConnectError: ")
-    assert error.endswith("; check the network, HF_ENDPOINT and HF_HOME, or give a local folder with --speculator")
+    assert error.endswith("; check the network, HF_ENDPOINT and HF_HOME, or give a local folder as --speculator")
 
 
 def test_without_an_index_the_single_file_is_fetched_with_the_token(hub, tmp_path):
@@ -204,10 +204,10 @@ def test_refusals_name_the_repository_its_role_and_the_way_out(hub, tmp_path):
         "org/broken": (500, ""),
         "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b""},
     }
-    token = "set HF_TOKEN to a token that may read it (accept the licence on its page), or give a local folder with --"
+    token = "set HF_TOKEN to a token that may read it (accept the licence on its page), or give a local folder as --"
     refused = "the Hub refuses access to the {1} repository ({0}); " + token + "{1}"
     unseen = "no such folder, and the Hub shows no such {1} repository ({0}); check the name, " + token + "{1}"
-    failed = "the Hub answers {0} for the {1} repository; try again later, or give a local folder with --{1}"
+    failed = "the Hub answers {0} for the {1} repository; try again later, or give a local folder as --{1}"
     expected = {
         ("org/gated-files", "target"): refused.format(401, "target"),
         ("org/gated", "target"): refused.format(401, "target"),
@@ -232,7 +232,7 @@ def test_offline_what_is_not_cached_is_an_error(hub, tmp_path):
     opened, *errors = run(hub.port, tmp_path, *cases, HF_HUB_OFFLINE="1")
     assert opened == f"{hub.commit} {SMALL}"
     text = "error: --{0}: {1}: no such folder, and HF_HUB_OFFLINE is set: the {0} repository is not all cached; "
-    text += "unset it, or give a local folder with --{0}"
+    text += "unset it, or give a local folder as --{0}"
     assert errors == [text.format("target", "org/sharded"), text.format("speculator", "org/other")]
 
 
@@ -276,5 +276,5 @@ def test_a_cache_that_cannot_be_written(hub, tmp_path):
 def test_a_full_disk(error):
     assert _explain(error, "target") == (
         "no space left on the disk for the target repository; "
-        "point HF_HOME to a larger one, or give a local folder with --target"
+        "point HF_HOME to a larger one, or give a local folder as --target"
     )

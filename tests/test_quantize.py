@@ -1,8 +1,10 @@
 """quantize.py: what it writes, what it leaves alone, and what it says of the difference."""
 
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from torch import nn
 
 import generate
 import quantize
+from checkpoint import new_folder, write_checkpoint
+from convert_hf_checkpoint import convert
 from eight_bit import EightBitLinear, dequantised
 from options import exit_code
 from speculators_config import find_target, read_speculator, read_target
@@ -148,6 +152,17 @@ def test_an_interrupt_while_the_new_takes_the_olds_place_loses_neither(tmp_path,
     assert contents(tmp_path) == {f"out/{name}": held for name, held in before.items()}
 
 
+def test_a_run_that_is_terminated_leaves_nothing_half_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantize, "save_tensors", lambda path, tensors: os.kill(os.getpid(), signal.SIGTERM))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            run("--checkpoint", TARGET, "--mode", "fp8", "--out", tmp_path / "out")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     def full(path, tensors):
         raise OSError(28, "No space left on device")
@@ -158,13 +173,47 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsy
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["NOTES.txt", "speculator/mine.bin"])
+@pytest.mark.parametrize("name", ["NOTES.txt", "README.md", "speculator/mine.bin"])
 def test_a_folder_with_other_files_is_not_replaced(name, tmp_path, capsys):
     out = write(tmp_path / "out", "fp8", "--also_draft", DRAFT)
     (out / name).write_text("mine")
     assert run("--checkpoint", TARGET, "--mode", "fp8", "--out", out) == 2
-    assert f"--out: {out}: holds {name}, not written by eagle-fast" in capsys.readouterr().err
+    assert f"--out: {out}: holds {name}, not written by quantize.py" in capsys.readouterr().err
     assert (out / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["original", "backup", "converted", "trained"])
+def test_only_what_the_same_command_wrote_is_replaced(kind, tmp_path, capsys):
+    out, held = tmp_path / "out", "a checkpoint"
+    if kind in ("original", "backup"):  # a model of the user's, beside the weights; an earlier result, kept
+        write(out, "fp8")
+        shutil.copytree(TARGET if kind == "original" else write(tmp_path / "backup", "int8"), out / kind)
+        (out / kind / "expected.safetensors").unlink(missing_ok=True)
+        held = kind
+    elif kind == "converted":
+        convert(str(FIXTURES / "third_party" / "specforge"), str(TARGET), out, None, 3)
+    else:
+        raw, tensors = config_of(DRAFT), load_file(DRAFT / "model.safetensors")
+        with new_folder(out) as made:
+            write_checkpoint(made, raw, tensors, "train.eagle3")
+    before = contents(out)
+    assert run("--checkpoint", TARGET, "--mode", "fp8", "--out", out) == 2
+    assert f"--out: {out}: holds {held}" in capsys.readouterr().err
+    assert contents(out) == before
+
+
+def test_the_folder_that_one_stands_in_is_replaced(tmp_path, monkeypatch):
+    out = write(tmp_path / "out", "fp8")
+    monkeypatch.chdir(out)
+    write(Path("../out"), "int8")
+    assert contents(out) == contents(write(tmp_path / "other", "int8"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_out_may_begin_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("~/out", "fp8")
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_what_is_no_number_is_refused(tmp_path, capsys):
@@ -258,16 +307,14 @@ def test_a_drafts_other_names_are_known(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path, capsys):
+def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path):
     shutil.copytree(FIXTURES / "drafts" / "eagle3_full_vocab", tmp_path / "draft")
     path = tmp_path / "draft" / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}, path)
-    argv = ["--checkpoint", TARGET, "--mode", "fp8", "--out", tmp_path / "out", "--also_heads"]
-    assert run(*argv, "--also_draft", tmp_path / "draft") == 2
-    assert (
-        "lm_head.weight: not in the weights, so it is the target's; leave --also_heads out" in capsys.readouterr().err
-    )
-    assert not (tmp_path / "out").exists()
+    out = write(tmp_path / "out", "fp8", "--also_heads", "--also_draft", tmp_path / "draft")
+    assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.float8_e4m3fn
+    assert config_of(out / "speculator")["quantization_config"]["ignore"] == ["lm_head"]
+    assert generate.main(["--speculator", str(out / "speculator"), "--prompt_ids", "1,2", "--no_compile"]) == 0
 
 
 # What is refused.
@@ -292,7 +339,7 @@ def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path, capsys
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", TIED.parent], f"holds {TARGET}, which is read"),
         (
             ["--checkpoint", TARGET, "--mode", "fp8", "--out", TIED],
-            f"{TIED}: holds a checkpoint, not written by eagle-fast",
+            f"{TIED}: holds a checkpoint, not written by quantize.py",
         ),
         (
             ["--checkpoint", TARGET, "--mode", "fp8", "--out", "/dev/null/x"],
@@ -300,9 +347,27 @@ def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path, capsys
         ),
         (
             ["--checkpoint", TARGET, "--mode", "fp8", "--out", "/dev/null"],
-            "--out: /dev/null: is there and is no folder",
+            "--out: /dev/null: a link, a file, or a folder without a name is not replaced",
         ),
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--limit", 3], "--limit: goes with --prompts"),
+        (
+            ["--checkpoint", FIXTURES / "third_party" / "specforge", "--mode", "fp8", "--out", "OUT"],
+            "architectures: this is a draft of another family, not a target; give its target",
+        ),
+        (
+            [
+                "--checkpoint",
+                TARGET,
+                "--mode",
+                "fp8",
+                "--out",
+                "OUT",
+                "--also_draft",
+                FIXTURES / "third_party/specforge",
+            ],
+            "third_party/specforge --target PATH_OR_REPO --out DIR",
+        ),
+        (["--compare", TARGET, DRAFT], "this is a speculator, not a target; give it as --speculator of generate.py"),
         (["--compare", TARGET, "no/where"], "--compare: no/where: no such folder"),
         (["--compare", TARGET, TARGET, "--limit", 3], "--limit: goes with --prompts; drop it"),
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", "OUT", "--max_new_tokens", 3], "goes with --compare"),

@@ -347,6 +347,19 @@ def test_the_target_is_the_options_then_the_configs(tmp_path):
     assert find_target(config, None) == str(tmp_path / "org" / "mod\xe8le")
 
 
+def test_a_target_that_begins_with_a_dot_lies_by_the_draft_and_nowhere_else(tmp_path, monkeypatch):
+    (tmp_path / "a" / "draft").mkdir(parents=True)
+    config = read_speculator(edited(tmp_path / "a" / "draft", TRAINED, {NAME: "../target"}))
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # from where ../target is a model, and another one
+    message = refused(find_target, config, None)
+    assert message.endswith(f"{NAME}: ../target: no model there; was the draft moved? give --target PATH_OR_REPO")
+    (tmp_path / "target").rename(tmp_path / "a" / "target")
+    assert Path(find_target(config, None)).resolve() == tmp_path / "a" / "target"
+
+
 @pytest.mark.parametrize("edits", [{NAME: None}, {NAME: ""}, {NAME: ...}, {"speculators_config.verifier": ...}])
 def test_without_a_name_the_target_is_asked_for(edits, tmp_path):
     config = read_speculator(edited(tmp_path, TRAINED, edits))

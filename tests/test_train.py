@@ -343,7 +343,7 @@ def test_ten_conversations_are_learnt_by_heart(small, tmp_path, monkeypatch, cap
         ),
         (["--target", FIXTURES / "targets/nowhere"], "no such folder"),
         (["--out", FIXTURES / "targets/llama_gqa"], "llama_gqa: holds "),
-        (["--out", "."], "--out: .: is there and is no folder; give another"),
+        (["--out", "."], "--out: .: a link, a file, or a folder without a name is not replaced; give another"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )

@@ -28,7 +28,7 @@ from cpu_kernels import freed_memory_given_back
 from eagle3 import Eagle3
 from metrics import Answer, totals
 from model import Transformer
-from options import Parser, exit_code, id_list, number, show_progress, underscored
+from options import Parser, directory, exit_code, id_list, number, show_progress, underscored
 from options import parse_args as command_args
 from prompts import read_prompt_file
 from speculators_config import ConfigError, SpeculatorConfig
@@ -57,7 +57,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add, whole, share = parser.add_argument, number(int, 1), number(float, 0, 1, above=True)
     add("--target", required=True, metavar="PATH_OR_REPO", help="the model to draft for")
     add("--target_name", metavar="NAME", help="what the draft's config.json calls the target (default: as --target)")
-    add("--out", required=True, type=Path, metavar="DIR", help="the speculators folder to write")
+    add("--out", required=True, type=directory, metavar="DIR", help="the speculators folder to write")
     add("--data", type=Path, metavar="DIR", help="shards and checkpoints (default: OUT.data)")
     add("--stage", choices=STAGES, help="only this one (default: all that is missing)")
     add("--tokens", type=whole, default=2_000_000, metavar="N", help="to generate (default: %(default)s)")
@@ -81,7 +81,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--no_compile", dest="compile", action="store_false", help="run everything as plain PyTorch, more slowly")
     add("--seed", type=number(int, 0, 2**31), default=0, metavar="N")
     args = parser.parse_args([underscored(arg) for arg in argv])
-    check_out(args.out, args.target, *([args.init] if args.init else []))
+    check_out(args.out, "train.eagle3", args.target, *([args.init] if args.init else []))
     args.data = args.data or args.out.with_name(args.out.name + ".data")
     args.target_name = args.target_name or args.target
     if min(args.epochs) < 1 or max(args.epochs) > 8:

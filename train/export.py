@@ -35,5 +35,5 @@ def export(draft: Eagle3, config: SpeculatorConfig, out: Path, dtype: torch.dtyp
         tensors |= {their: part.contiguous() for their, part in zip(theirs, parts, strict=True)}
     raw = read_json(config.folder / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
     with new_folder(out) as scratch:
-        write_checkpoint(scratch, raw, tensors)
+        write_checkpoint(scratch, raw, tensors, "train.eagle3")
         (scratch / "README.md").write_text(card)
