@@ -254,8 +254,8 @@ def convert(draft: str, target: str, out: Path, aux: tuple[int, ...] | None, K: 
     Raises ConfigError: not such a draft, one that does not fit the target, or something we do not implement."""
     folder, target_folder = open_checkpoint(draft, "draft"), open_checkpoint(target, "target")
     target_config, _ = read_target(target_folder)
-    if os.path.isdir(os.path.expanduser(target)):  # to be found from anywhere: as seen from the draft
-        target = os.path.relpath(os.path.realpath(target_folder), os.path.realpath(out))
+    if os.path.isdir(os.path.expanduser(target)):
+        target = os.path.realpath(target_folder)  # to be found from anywhere, and by vLLM
     names = target, read_json(target_folder / "config.json").get("architectures", [])
     tensors = draft_weights(folder, draft)
     n_layer = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})

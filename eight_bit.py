@@ -19,8 +19,9 @@ class EightBitLinear(nn.Module):
     """nn.Linear with codes (out, in) and scales (out, in / group, rounded up), both buffers: nothing turns their dtype
     into the model's.
 
-    On CUDA few rows are multiplied by the codes themselves (gpu_kernels); for many the weight is made first. On a CPU
-    it would be made anew at every call, so there cpu_kernels or `held_as` takes the module's place."""
+    On CUDA few rows are multiplied by the codes themselves (by gpu_kernels, which is to be imported); for many the
+    weight is made first. On a CPU it would be made anew at every call, so there cpu_kernels or `held_as` takes the
+    module's place."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, codes: torch.dtype, group: int):
         super().__init__()

@@ -285,7 +285,7 @@ def load_models(plan: Plan) -> list[nn.Module]:
         if kernels:
             use_cpu_kernels(models)
         else:
-            hold_eight_bits(models, fast_on(device))
+            hold_eight_bits(models, fast_on(device) if args.compile else never)
     for model in models:
         model.allocate(1, speculate.cache_slots(plan.max_seq_len))
     return models
@@ -310,25 +310,30 @@ def use_cpu_kernels(models: list[nn.Module]) -> None:
         cpu_kernels.load_library()
     except (OSError, subprocess.CalledProcessError) as error:
         say(f"notice: decoding is slower without our CPU operators: {cpu_kernels.reason(error)}")
-        return hold_eight_bits(models, lambda linear, dtype: False)
+        return hold_eight_bits(models, never)
     hold_eight_bits(models, cpu_kernels.reads)
     cpu_kernels.install(*models)
 
 
 def fast_on(device: torch.device) -> Callable[[EightBitLinear, torch.dtype], bool]:
     """Which linears stay in eight bits where our CPU operators do not run: on CUDA those that our kernel reads."""
-    if device.type != "cuda":
-        return lambda linear, dtype: False
-    import torch
 
-    import gpu_kernels
+    def reads(linear: EightBitLinear, dtype: torch.dtype) -> bool:
+        import torch
 
-    capability = torch.cuda.get_device_capability(device)
-    return lambda linear, dtype: gpu_kernels.reads(linear, dtype, capability)
+        import gpu_kernels
+
+        return gpu_kernels.reads(linear, dtype, torch.cuda.get_device_capability(device))
+
+    return reads if device.type == "cuda" else never
+
+
+def never(linear: EightBitLinear, dtype: torch.dtype) -> bool:
+    return False
 
 
 def hold_eight_bits(models: list[nn.Module], fast: Callable[[EightBitLinear, torch.dtype], bool]) -> None:
-    """In 16 bits, where nothing here reads them faster in eight."""
+    """In the model's dtype, where nothing here reads them faster in eight."""
     import eight_bit
 
     if held := eight_bit.hold(models, fast):

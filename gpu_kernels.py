@@ -1,8 +1,9 @@
 """On CUDA: a few rows times a weight in eight bits, as one Triton kernel that reads the weight's codes and no more.
 
-Left to Inductor, the weight would be written out in 16 bits and read again, five bytes instead of two: it fuses nothing
-that has to be computed in fp32 into a product in 16 bits, and on GPUs with few multiprocessors nothing at all (torch
-2.13). For many rows, where reading weights is not what takes the time, that is well enough: see eight_bit.py.
+Left to Inductor, the weight would be written out in 16 bits and read again: five bytes a weight (one read, two written,
+two read), where bf16 reads two and this kernel one. It fuses nothing that has to be computed in fp32 into a product in
+16 bits, and on GPUs with few multiprocessors nothing at all (torch 2.13). For many rows, where reading weights is not
+what takes the time, that is well enough: see eight_bit.py.
 """
 
 import torch
@@ -64,5 +65,5 @@ def few_rows(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
 
 def reads(linear: EightBitLinear, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """May few_rows serve it in a model of this dtype, on a GPU of this compute capability?"""
-    readable = linear.weight.dtype == torch.int8 or capability >= (8, 9)  # float8: from Ada and Hopper on
-    return readable and dtype.itemsize == 2 and step(linear.group) >= TILE
+    oldest = (8, 0) if linear.weight.dtype == torch.int8 else (8, 9)  # Turing: no bfloat16 in its tensor cores
+    return capability >= oldest and dtype.itemsize == 2 and step(linear.group) >= TILE

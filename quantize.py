@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import generate
 from checkpoint import (
+    FLOATS,
     INDEX,
     SMALL_FILES,
     WEIGHTS,
@@ -100,8 +101,10 @@ class Source(NamedTuple):
 
 def prepare(folder: Path, stored: dict[str, Stored], raw: dict, mode: str, heads: bool) -> Source:
     """heads: the head as well, where it is tied as a copy of its own. Raises ConfigError."""
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{folder / 'config.json'}: quantization_config: is quantised already; give the 16-bit one")
+    already = [key for key in ("quantization_config", "compression_config") if raw.get(key)]
+    already += [name for name, tensor in stored.items() if OF_LAYERS.fullmatch(name) and tensor.dtype not in FLOATS]
+    if already:
+        raise ConfigError(f"{folder}: {already[0]}: is quantised already; give the 16-bit one")
     read, stored = sum(size_of(tensor, False) for tensor in stored.values()), dict(stored)
     if heads and HEAD not in stored and raw.get("tie_word_embeddings", False):  # the embedding stays what it is
         stored[HEAD] = stored[EMBEDDING]
@@ -204,8 +207,8 @@ def write(args: argparse.Namespace) -> None:
             (made / name).mkdir(exist_ok=True)
             written = write_folder(made / name, source, args.mode)
             sizes = f"{source.read / 1e6:.1f} MB -> {written / 1e6:.1f} MB"
-            share = f"{len(source.coded)} of {len(source.stored)} tensors of {source.folder}"
-            said.append(f"{args.out / name}: {share} in {args.mode}, the others as they were; {sizes}{instead}")
+            share = f"{len(source.coded)} of its {len(source.stored)} tensors in {args.mode}"
+            said.append(f"{args.out / name}: {share}, the others as in {source.folder}; {sizes}{instead}")
     say("\n".join(said))
 
 

@@ -287,9 +287,7 @@ def run(*argv, capsys) -> tuple[int, str]:
 
 def test_a_target_in_a_folder_is_found_from_anywhere(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(THIRD_PARTY.parent)
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
-    out = tmp_path / "link" / "out"
+    out = tmp_path / "out"
     assert run("third_party/specforge", "--target", "targets/llama_gqa", "--out", out, capsys=capsys)[0] == 0
     monkeypatch.chdir(tmp_path)
     assert generate.main(["--speculator", str(out), "--prompt_ids", "1,2", "--no_compile"]) == 0

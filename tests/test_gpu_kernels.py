@@ -2,15 +2,18 @@
 makes of it; and, where there is one, a GPU."""
 
 import re
+import subprocess
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import generate
+import speculate
 from eight_bit import FEW_ROWS, EightBitLinear, dequantised, quantised
 
 triton = pytest.importorskip("triton")
@@ -58,11 +61,16 @@ def test_the_kernel_is_the_product_with_what_the_codes_stand_for(codes, shape, r
 
 
 @pytest.mark.parametrize("config", gpu_kernels.multiply.configs, ids=str)
-@pytest.mark.parametrize(("codes", "capability"), [("int8", 80), ("int8", 90), ("fp8", 89), ("fp8", 100)])
-def test_machine_code_copies_codes_as_they_are_and_multiplies_on_tensor_cores(codes, capability, config):
+@pytest.mark.parametrize(
+    ("codes", "capability", "group"),
+    [("int8", 80, 4096), ("int8", 90, 576), ("fp8", 89, 128), ("fp8", 90, 576), ("fp8", 100, 4096)],
+)
+def test_machine_code_copies_codes_as_they_are_and_multiplies_on_tensor_cores(
+    codes, capability, group, config, tmp_path
+):
     from triton.backends.compiler import GPUTarget
 
-    names, sizes = gpu_kernels.multiply.fn.arg_names, {"ROWS": 16, "STEP": 256, "OUTPUTS": config.kwargs["OUTPUTS"]}
+    names, sizes = gpu_kernels.multiply.fn.arg_names, {"ROWS": 16, "STEP": gpu_kernels.step(group), **config.kwargs}
     pointers = {"x": "*bf16", "codes": {"int8": "*i8", "fp8": "*fp8e4nv"}[codes], "scale": "*fp32", "y": "*bf16"}
     types = {name: pointers.get(name, "constexpr" if name in sizes else "i32") for name in names}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "n_out", "n_in")}
@@ -71,9 +79,23 @@ def test_machine_code_copies_codes_as_they_are_and_multiplies_on_tensor_cores(co
     options = {"num_warps": warps, "num_stages": stages}
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
     assert re.search(r"mma\.\S*bf16", ptx)
-    assert not re.search(r"\b[ls][dt]\.local", ptx)  # nothing spilled
-    copies = len(re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10\b", ptx)) * 32 * warps * 16
-    assert copies == stages * 256 * (2 * 16 + sizes["OUTPUTS"])  # bytes ahead: of rows two a value, of codes one
+    sizes_copied = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", ptx)
+    copied = 32 * warps * sum(int(size, 16) for size in sizes_copied)
+    ahead = stages * sizes["STEP"] * (2 * 16 + sizes["OUTPUTS"])  # bytes: of rows two a value, of codes one
+    assert copied == ahead or (sizes["STEP"] < 256 and copied >= ahead)  # small pieces are copied more than once
+    (tmp_path / "kernel.ptx").write_text(ptx)
+    target = re.search(r"\.target (\w+)", ptx)[1]
+    tools = triton.knobs.nvidia
+    command = [
+        (tools.ptxas if capability < 100 else tools.ptxas_blackwell).path,
+        "-v",
+        f"--gpu-name={target}",
+        "kernel.ptx",
+        "-o",
+        "kernel.cubin",
+    ]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores" in said
 
 
 class Here:
@@ -92,13 +114,17 @@ def test_torch_compile_sees_the_kernel_and_that_it_writes_its_result_alone(monke
         return lambda *inputs: (torch.empty(4, 80),)
 
     backend = lambda graph, inputs: aot_module_simplified(graph, inputs, fw_compiler=look)  # noqa: E731
-    weight, scale = made("int8", 192, 80, 192)
+    weight, scale = made("int8", 192, 80, 64)
     with torch.inference_mode():
-        call = torch.compile(lambda x: torch.ops.eagle_fast.few_rows(x, weight, scale, 192), backend=backend)
+        call = torch.compile(lambda x: torch.ops.eagle_fast.few_rows(x, weight, scale, 64), backend=backend)
         call(torch.randn(4, 192).bfloat16())
     (kernel,) = seen
     assert kernel.kwargs["tensors_to_clone"] == ["y"]
-    assert len(kernel.kwargs["grid"]) == len(gpu_kernels.multiply.configs)
+    outputs = [config.kwargs["OUTPUTS"] for config in gpu_kernels.multiply.configs]
+    assert kernel.kwargs["grid"] == [(-(-80 // size), 1, 1) for size in outputs]
+    wanted = {"rows": 4, "n_out": 80, "n_in": 192, "group": 64, "n_group": 3, "ROWS": 16, "STEP": 64}
+    constants = triton_kernel_wrap.kernel_side_table.get_constant_args(kernel.kwargs["constant_args_idx"])
+    assert {name: value for name, value in (constants | kernel.kwargs["kwargs"]).items() if name in wanted} == wanted
 
 
 @pytest.mark.parametrize(("rows", "called"), [(1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False)])
@@ -109,13 +135,14 @@ def test_on_cuda_few_rows_go_to_the_kernel_and_many_to_a_product_in_16_bits(bias
         linear = EightBitLinear(64, 48, bias, torch.int8, 64)
         x = torch.empty(1, rows, 64)
         assert linear(x).shape == (1, rows, 48)
-        assert ("eagle_fast.few_rows" in make_fx(linear)(x).code) == called
+        code = make_fx(linear)(x).code
+        assert ("eagle_fast.few_rows" in code, "aten.add" in code) == (called, bias)
 
 
 @pytest.mark.parametrize(
     ("codes", "dtype", "group", "capability", "read"),
     [
-        ("int8", torch.bfloat16, 4096, (8, 0), True), ("int8", torch.float16, 576, (7, 5), True),
+        ("int8", torch.bfloat16, 4096, (8, 0), True), ("int8", torch.float16, 576, (7, 5), False),
         ("fp8", torch.bfloat16, 128, (8, 9), True), ("fp8", torch.bfloat16, 4096, (8, 6), False),
         ("int8", torch.float32, 4096, (9, 0), False), ("int8", torch.bfloat16, 24, (9, 0), False),
     ],
@@ -140,3 +167,22 @@ def test_a_gpu_computes_the_same(codes, shape, rows):
     want = F.linear(x.double(), dequantised(weight, scale, group).double())
     y = torch.ops.eagle_fast.few_rows(x.cuda(), weight.cuda(), scale.cuda(), group).cpu()
     assert ((y - want).abs() <= torch.finfo(x.dtype).eps / 2 * want.abs() + 1e-4).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_a_replayed_graph_computes_the_same(bias, rows):
+    weight, scale = made("int8", 192, 80, 192)
+    linear = EightBitLinear(192, 80, bias, torch.int8, 192).cuda()
+    linear.weight.copy_(weight)
+    linear.scale.copy_(scale)
+    if bias:
+        linear.bias = torch.nn.Parameter(torch.randn(80, device="cuda", dtype=torch.bfloat16))
+    x = torch.empty(1, rows, 192, device="cuda", dtype=torch.bfloat16)
+    call = speculate.compile_call(lambda: linear(x), is_cuda=True)
+    for _ in range(4):  # compiled, recorded, replayed
+        x.normal_()
+        want = F.linear(x.double(), dequantised(linear.weight, linear.scale, 192).double(), linear.bias)
+        assert ((call() - want).abs() <= 0.02 * want.abs().max()).all()

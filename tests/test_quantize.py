@@ -95,9 +95,7 @@ def test_it_says_what_became_codes(tmp_path, capsys):
     linears = {TARGET: 7 * config_of(TARGET)["num_hidden_layers"] + 1, DRAFT: 9}  # heads among them, and the draft's fc
     for line, folder, source in zip(said, (out, out / "speculator"), linears, strict=True):
         of = len(load_file(source / "model.safetensors"))
-        assert line.startswith(
-            f"{folder}: {linears[source]} of {of} tensors of {source} in int8, the others as they were; "
-        )
+        assert line.startswith(f"{folder}: {linears[source]} of its {of} tensors in int8, the others as in {source}; ")
 
 
 @pytest.mark.parametrize("mode", CODES)
@@ -318,6 +316,20 @@ def test_a_draft_without_a_head_of_its_own_has_none_to_quantise(tmp_path):
 
 
 # What is refused.
+
+
+@pytest.mark.parametrize("case", ["ct_dynamic", "ct_int_channel", "ct_int_packed"])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config", None])
+def test_codes_are_not_quantised_again(case, key, tmp_path, capsys):
+    shutil.copytree(FIXTURES / "eight_bit" / case, tmp_path / "in")
+    raw = config_of(tmp_path / "in")
+    held = raw.pop("quantization_config")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(raw | ({key: held} if key else {})))
+    assert run("--checkpoint", tmp_path / "in", "--mode", "fp8", "--out", tmp_path / "out") == 2
+    wrong = (
+        "no linears of a decoder" if not key and case == "ct_int_packed" else "is quantised already; give the 16-bit"
+    )
+    assert wrong in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

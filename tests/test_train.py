@@ -11,6 +11,7 @@ from conftest import FIXTURES, expected, open_pair
 from safetensors.torch import load_file, save_file
 
 import generate as command
+import quantize
 import train.eagle3 as trainer
 from tokenizer import load_tokenizer
 from train import conversations
@@ -391,6 +392,13 @@ def test_a_draft_can_begin_with_anothers_weights(small, tmp_path, capsys):
     ):  # fmt: skip
         assert run(tmp_path, *data, "--out", tmp_path / named, option, value) == 2
         assert f"draft: {named}: is " in capsys.readouterr().err
+    coded = tmp_path / "coded"
+    options = ["--mode", "int8", "--also_heads", "--also_draft", tmp_path / "draft", "--out", coded]
+    quantize.main(["--checkpoint", str(TARGET), *map(str, options)])
+    eight = [*data[:2], "--stage", "train", "--init", coded / "speculator", "--epochs", "1", "--lr", "1e-9"]
+    assert run(tmp_path, *eight, "--out", tmp_path / "eight") == 0
+    head = torch.load(tmp_path / "draft.data/eight/best.pt", weights_only=True)["draft"]["head.weight"]
+    assert torch.allclose(head, first["head.weight"], atol=first["head.weight"].abs().max() / 200)
     own = [*data[:2], "--stage", "train", "--init", FIXTURES / "drafts/eagle3_own_embed"]
     assert run(tmp_path, *own, "--out", tmp_path / "own") == 2
     assert "embed_tokens: is not the target's" in capsys.readouterr().err

@@ -44,7 +44,7 @@ EXTRACT_BATCH = 2  # conversations: more rows than the processor's cache holds a
 VALIDATION_ROWS = 64  # of the first shard, which is never trained on
 CHECKED = 16  # held-out conversations that the exported draft decodes
 OF_ITS_VOCABULARY = ("embed.weight", "head.weight", "d2t", "t2d")
-FREE = ("context", "dtype", "model_type", "tied")  # what another draft's layer may have otherwise
+FREE = ("context", "dtype", "model_type", "quantisation", "tied")  # what another draft's layer may have otherwise
 WARM_UP = 0.03  # of the steps
 
 
@@ -103,8 +103,8 @@ def open_target(args: argparse.Namespace, folder: Path, config: SpeculatorConfig
         target = command.load_target(folder, target_config, config.aux_layer_ids if config else (), device, dtype)
         if kernels:
             command.use_cpu_kernels([target])
-        else:  # without caches its head is read whole
-            command.hold_eight_bits([target], command.fast_on(device) if batch else lambda linear, dtype: False)
+        else:  # without caches its head is read whole; on CUDA rows are many
+            command.hold_eight_bits([target], command.never)
     if batch > 0:
         target.allocate(batch, -(-(args.length + 1) // 64) * 64)  # in chunks of 64; the last slot takes padding
     return target
@@ -160,6 +160,7 @@ def open_draft(args: argparse.Namespace, config: SpeculatorConfig, target: Trans
     if not args.init:
         return new_draft(config, target, ids)
     other = command.load_draft(configs.fit_to_target(configs.read_speculator(Path(args.init)), target.config), target)
+    command.hold_eight_bits([other], command.never)
     theirs, ours = (vars(kind.layer) | vars(kind) for kind in (other.config, config))
     for name in (*configs.FLAGS, "aux_layer_ids", *vars(config.layer)):
         if theirs[name] != ours[name] and name not in FREE:
