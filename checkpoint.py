@@ -347,7 +347,7 @@ def check_out(out: Path, writer: str, *sources: str) -> None:
     for source in map(os.path.expanduser, sources):
         if os.path.isdir(source) and Path(source).resolve().is_relative_to(out.resolve()):
             raise ConfigError(f"--out: {out}: holds {source}, which is read; give another")
-    held, written = sorted(out.rglob("*")), (*SMALL_FILES, "*.safetensors", *WRITERS[writer])
+    held, written = sorted(out.rglob("*")), (*SMALL_FILES, WEIGHTS, "model-*-of-*.safetensors", *WRITERS[writer])
     folders = [folder for folder in (out, *held) if held and folder.is_dir()]
     foreign = [path for path in held if path not in folders and not any(path.match(name) for name in written)]
     foreign += [folder for folder in folders if folder not in (out, out / "speculator") or not _wrote(writer, folder)]
@@ -361,12 +361,12 @@ def _wrote(writer: str, folder: Path) -> bool:
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path, writer: str) -> Iterator[Path]:
     """A folder that becomes `out`, in place of what was there, once the block has ended without an error.
 
-    Raises ConfigError where it cannot be written."""
-    out = out.parent.resolve() / out.name  # which may be where one stands
+    Raises ConfigError where it cannot be written, or holds by then what check_out would not have replaced."""
     try:
+        out = out.parent.resolve() / out.name  # which may be where one stands
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
@@ -375,6 +375,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         made.mkdir()
         yield made
+        check_out(out, writer)
         if out.exists():
             out.rename(before)
         made.rename(out)

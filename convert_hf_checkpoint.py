@@ -264,7 +264,7 @@ def convert(draft: str, target: str, out: Path, aux: tuple[int, ...] | None, K: 
         tensors["t2d"] = known_ids(tensors["d2t"], raw["transformer_layer_config"]["vocab_size"], folder)
     floats = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     raw["dtype"] = str(max(floats, key=floats.count)).removeprefix("torch.")
-    with new_folder(out) as scratch:
+    with new_folder(out, "convert_hf_checkpoint.py") as scratch:
         write_checkpoint(scratch, raw, tensors, "convert_hf_checkpoint.py")
         try:
             config = fit_to_target(read_speculator(scratch, aux_layer_ids=aux), target_config)

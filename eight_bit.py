@@ -33,7 +33,9 @@ class EightBitLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.numel() <= FEW_ROWS * self.in_features:
             rows = x.reshape(-1, self.in_features)
-            y = torch.ops.eagle_fast.few_rows(rows, self.weight, self.scale, self.group).view(*x.shape[:-1], -1)
+            y = torch.ops.eagle_fast.few_rows(rows, self.weight, self.scale, self.group).view(
+                *x.shape[:-1], self.out_features
+            )
             return y if self.bias is None else y + self.bias
         return F.linear(x, dequantised(self.weight, self.scale, self.group).to(x.dtype), self.bias)
 

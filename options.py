@@ -36,7 +36,7 @@ def number(kind: type, low: float, high: float = float("inf"), above: bool = Fal
 
 def directory(text: str) -> Path:
     """An argparse type. The shell leaves the ~ of --out=~/DIR alone."""
-    return Path(text).expanduser()
+    return Path(os.path.expanduser(text))
 
 
 def id_list(text: str) -> tuple[int, ...]:

@@ -201,8 +201,8 @@ def write(args: argparse.Namespace) -> None:
         stored = draft_tensors(stored_tensors(fetch_weights(folder, args.also_draft, "also_draft")))
         heads = args.also_heads and HEAD in stored  # else it is the target's
         sources["speculator"] = prepare(folder, stored, raw, args.mode, heads)
-    instead, said = " (in place of what was there)" if args.out.exists() else "", []
-    with new_folder(args.out) as made:
+    instead, said = " (in place of what was there)" if args.out.is_dir() and any(args.out.iterdir()) else "", []
+    with new_folder(args.out, "quantize.py") as made:
         for name, source in sources.items():
             (made / name).mkdir(exist_ok=True)
             written = write_folder(made / name, source, args.mode)

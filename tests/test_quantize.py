@@ -19,7 +19,7 @@ from checkpoint import new_folder, write_checkpoint
 from convert_hf_checkpoint import convert
 from eight_bit import EightBitLinear, dequantised
 from options import exit_code
-from speculators_config import find_target, read_speculator, read_target
+from speculators_config import ConfigError, find_target, read_speculator, read_target
 
 TARGET, TIED = FIXTURES / "targets" / "llama_gqa", FIXTURES / "targets" / "llama_tied"
 DRAFT = FIXTURES / "drafts" / "eagle3_trained"
@@ -171,7 +171,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsy
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["NOTES.txt", "README.md", "speculator/mine.bin"])
+@pytest.mark.parametrize("name", ["NOTES.txt", "README.md", "adapter_model.safetensors", "speculator/mine.bin"])
 def test_a_folder_with_other_files_is_not_replaced(name, tmp_path, capsys):
     out = write(tmp_path / "out", "fp8", "--also_draft", DRAFT)
     (out / name).write_text("mine")
@@ -192,12 +192,23 @@ def test_only_what_the_same_command_wrote_is_replaced(kind, tmp_path, capsys):
         convert(str(FIXTURES / "third_party" / "specforge"), str(TARGET), out, None, 3)
     else:
         raw, tensors = config_of(DRAFT), load_file(DRAFT / "model.safetensors")
-        with new_folder(out) as made:
+        with new_folder(out, "train.eagle3") as made:
             write_checkpoint(made, raw, tensors, "train.eagle3")
     before = contents(out)
     assert run("--checkpoint", TARGET, "--mode", "fp8", "--out", out) == 2
     assert f"--out: {out}: holds {held}" in capsys.readouterr().err
     assert contents(out) == before
+
+
+def test_what_came_while_it_ran_is_not_replaced(tmp_path):
+    def written_meanwhile():
+        with new_folder(tmp_path / "out", "quantize.py"):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "thesis.txt").write_text("mine")
+
+    with pytest.raises(ConfigError, match="holds thesis.txt"):
+        written_meanwhile()
+    assert contents(tmp_path) == {"out/thesis.txt": b"mine"}
 
 
 def test_the_folder_that_one_stands_in_is_replaced(tmp_path, monkeypatch):
@@ -351,7 +362,7 @@ def test_codes_are_not_quantised_again(case, key, tmp_path, capsys):
         (["--checkpoint", TARGET, "--mode", "fp8", "--out", TIED.parent], f"holds {TARGET}, which is read"),
         (
             ["--checkpoint", TARGET, "--mode", "fp8", "--out", TIED],
-            f"{TIED}: holds a checkpoint, not written by quantize.py",
+            f"{TIED}: holds expected.safetensors, not written by quantize.py",
         ),
         (
             ["--checkpoint", TARGET, "--mode", "fp8", "--out", "/dev/null/x"],

@@ -344,6 +344,7 @@ def test_ten_conversations_are_learnt_by_heart(small, tmp_path, monkeypatch, cap
         ),
         (["--target", FIXTURES / "targets/nowhere"], "no such folder"),
         (["--out", FIXTURES / "targets/llama_gqa"], "llama_gqa: holds "),
+        (["--out", "draft", "--data", "draft/data"], "--data: draft/data: lies in --out, which is replaced at the end"),
         (["--out", "."], "--out: .: a link, a file, or a folder without a name is not replaced; give another"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",

@@ -9,6 +9,7 @@ speculators folder; what the stages leave for each other lies in DIR.data, and a
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -58,7 +59,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--target", required=True, metavar="PATH_OR_REPO", help="the model to draft for")
     add("--target_name", metavar="NAME", help="what the draft's config.json calls the target (default: as --target)")
     add("--out", required=True, type=directory, metavar="DIR", help="the speculators folder to write")
-    add("--data", type=Path, metavar="DIR", help="shards and checkpoints (default: OUT.data)")
+    add("--data", type=directory, metavar="DIR", help="shards and checkpoints (default: OUT.data)")
     add("--stage", choices=STAGES, help="only this one (default: all that is missing)")
     add("--tokens", type=whole, default=2_000_000, metavar="N", help="to generate (default: %(default)s)")
     add("--length", type=number(int, 32), default=512, metavar="N", help="tokens of a conversation (%(default)s)")
@@ -83,7 +84,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args([underscored(arg) for arg in argv])
     check_out(args.out, "train.eagle3", args.target, *([args.init] if args.init else []))
     args.data = args.data or args.out.with_name(args.out.name + ".data")
-    args.target_name = args.target_name or args.target
+    if args.data.resolve().is_relative_to(args.out.resolve()):
+        raise ConfigError(f"--data: {args.data}: lies in --out, which is replaced at the end; give another")
+    local = os.path.expanduser(args.target)  # to be found from anywhere
+    args.target_name = args.target_name or (os.path.realpath(local) if os.path.isdir(local) else args.target)
     if min(args.epochs) < 1 or max(args.epochs) > 8:
         given = ",".join(map(str, args.epochs))
         raise ConfigError(f"--epochs: {given}: a step count is below 1 or above 8; give each between 1 and 8")

@@ -34,6 +34,6 @@ def export(draft: Eagle3, config: SpeculatorConfig, out: Path, dtype: torch.dtyp
         parts = tensor.split(widths) if len(theirs) == 3 else tensor.chunk(len(theirs))
         tensors |= {their: part.contiguous() for their, part in zip(theirs, parts, strict=True)}
     raw = read_json(config.folder / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
-    with new_folder(out) as scratch:
+    with new_folder(out, "train.eagle3") as scratch:
         write_checkpoint(scratch, raw, tensors, "train.eagle3")
         (scratch / "README.md").write_text(card)
